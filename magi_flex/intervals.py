@@ -1,0 +1,189 @@
+"""Row intervals: the keys a query row attends to, as a few half-open intervals.
+
+Query row ``q`` attends to key ``k`` iff some ``r`` has ``starts[r] <= k < ends[r]``.  The same idea appears as HSTU
+functions in MagiAttention (attend in [0, F0) u [F1, F2) u ...).
+
+Shape legend: B mask batch (1 = shared by all), H mask head (1 = shared by all), R intervals of a row, Q query rows,
+K keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Sort, clip and merge arbitrary intervals of each row into canonical form (int32, same R).
+
+    Canonical: sorted by start, disjoint, not adjacent, within [0, kv_len]; the unused ones come last and are stored
+    as ``(kv_len, 0)``, so that the minimum of starts and the maximum of ends over rows need no emptiness check.
+    """
+    starts = starts_BHRQ.to(torch.int32).clamp(0, kv_len)
+    ends = ends_BHRQ.to(torch.int32).clamp(0, kv_len)
+    empty = ends <= starts
+    starts = starts.masked_fill(empty, kv_len)
+    ends = ends.masked_fill(empty, 0)
+    if starts.shape[2] == 1:
+        return starts, ends
+    starts, order = starts.sort(dim=2, stable=True)
+    ends = ends.gather(2, order)
+    reach = ends.cummax(dim=2).values
+    begins_group = torch.ones_like(starts, dtype=torch.bool)
+    begins_group[:, :, 1:] = starts[:, :, 1:] > reach[:, :, :-1]
+    begins_group &= ends > 0
+    slot = (begins_group.to(torch.int32).cumsum(2) - 1).clamp_(min=0)
+    merged_starts = torch.full_like(starts, kv_len).scatter_reduce_(2, slot, starts, "amin")
+    merged_ends = torch.zeros_like(ends).scatter_reduce_(2, slot, ends, "amax")
+    return merged_starts, merged_ends
+
+
+@dataclass(frozen=True)
+class RowIntervals:
+    """Canonical key intervals of every query row (see :func:`canonicalize`).
+
+    Attributes:
+        starts: int32 ``[B, H, R, Q]``, first key of each interval.
+        ends: int32 ``[B, H, R, Q]``, one past the last key; an interval with ``ends <= starts`` is empty.
+        kv_len: number of keys.
+    B and H are 1 where the mask does not depend on the batch entry or the query head.  R is at least 1.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    kv_len: int
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def build(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> RowIntervals:
+        """From arbitrary (unsorted, overlapping, out of range) intervals."""
+        return RowIntervals(*canonicalize(starts_BHRQ, ends_BHRQ, kv_len), kv_len)
+
+    @staticmethod
+    def full(q_len: int, kv_len: int, device: torch.device | str = "cpu") -> RowIntervals:
+        starts = torch.zeros(1, 1, 1, q_len, dtype=torch.int32, device=device)
+        return RowIntervals.build(starts, starts + kv_len, kv_len)
+
+    @staticmethod
+    def empty(q_len: int, kv_len: int, device: torch.device | str = "cpu") -> RowIntervals:
+        zeros = torch.zeros(1, 1, 1, q_len, dtype=torch.int32, device=device)
+        return RowIntervals.build(zeros, zeros, kv_len)
+
+    @staticmethod
+    def from_dense(mask_BHQK: Tensor) -> RowIntervals:
+        """From a dense bool mask ``[B, H, Q, K]``; R is the largest number of runs in any row."""
+        batch, heads, q_len, kv_len = mask_BHQK.shape
+        padded = torch.nn.functional.pad(mask_BHQK.to(torch.int8), (1, 1))
+        edge = padded.diff(dim=-1)
+        runs = max(1, int((edge == 1).sum(-1).max())) if edge.numel() else 1
+        shape = (batch, heads, q_len, runs)
+        bounds = []
+        for kind, fill in ((1, kv_len), (-1, 0)):
+            where = (edge == kind).nonzero()
+            row = (where[:, 0] * heads + where[:, 1]) * q_len + where[:, 2]
+            count = torch.bincount(row, minlength=batch * heads * q_len)
+            first = count.cumsum(0) - count
+            slot = torch.arange(len(row), device=row.device) - first[row]
+            out = torch.full((batch * heads * q_len, runs), fill, dtype=torch.int32, device=mask_BHQK.device)
+            out[row, slot] = where[:, 3].to(torch.int32)
+            bounds.append(out.view(shape).transpose(2, 3).contiguous())
+        return RowIntervals(bounds[0], bounds[1], kv_len)
+
+    # ---- properties ---------------------------------------------------------------------------------------------
+
+    @property
+    def q_len(self) -> int:
+        return self.starts.shape[3]
+
+    @property
+    def max_intervals(self) -> int:
+        """R, the number of interval slots of a row."""
+        return self.starts.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts.nbytes + self.ends.nbytes
+
+    def row_area(self) -> Tensor:
+        """Attended keys of each row, int64 ``[B, H, Q]``."""
+        return (self.ends.long() - self.starts.long()).clamp_(min=0).sum(2)
+
+    def area(self) -> int:
+        """Attended (query, key) pairs, summed over B and H."""
+        return int(self.row_area().sum())
+
+    def to_dense(self) -> Tensor:
+        """Dense bool mask ``[B, H, Q, K]`` (for tests and small sizes)."""
+        key = torch.arange(self.kv_len, device=self.starts.device, dtype=torch.int32)
+        batch, heads, slots, q_len = self.starts.shape
+        out = torch.zeros(batch, heads, q_len, self.kv_len, dtype=torch.bool, device=self.starts.device)
+        for r in range(slots):
+            out |= (key >= self.starts[:, :, r, :, None]) & (key < self.ends[:, :, r, :, None])
+        return out
+
+    # ---- algebra ------------------------------------------------------------------------------------------------
+
+    def trim(self) -> RowIntervals:
+        """Drop interval slots that no row uses (reads the data)."""
+        used = max(1, int((self.ends > self.starts).any(-1).sum(2).max())) if self.starts.numel() else 1
+        if used == self.max_intervals:
+            return self
+        return RowIntervals(self.starts[:, :, :used].contiguous(), self.ends[:, :, :used].contiguous(), self.kv_len)
+
+    def _aligned(self, other: RowIntervals) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        if self.q_len != other.q_len or self.kv_len != other.kv_len:
+            raise ValueError(
+                f"other: has {other.q_len} x {other.kv_len} rows x keys, but {self.q_len} x {self.kv_len} is needed"
+            )
+        batch = max(self.starts.shape[0], other.starts.shape[0])
+        heads = max(self.starts.shape[1], other.starts.shape[1])
+        pair = []
+        for x in (self, other):
+            shape = (batch, heads, x.max_intervals, x.q_len)
+            pair.append((x.starts.expand(shape), x.ends.expand(shape)))
+        return pair[0], pair[1]
+
+    def union(self, other: RowIntervals) -> RowIntervals:
+        (s0, e0), (s1, e1) = self._aligned(other)
+        return RowIntervals.build(torch.cat((s0, s1), 2), torch.cat((e0, e1), 2), self.kv_len)
+
+    def intersect(self, other: RowIntervals) -> RowIntervals:
+        """Row-wise intersection; at most R1 + R2 - 1 intervals a row."""
+        (s0, e0), (s1, e1) = self._aligned(other)
+        starts = torch.maximum(s0[:, :, :, None], s1[:, :, None]).flatten(2, 3)
+        ends = torch.minimum(e0[:, :, :, None], e1[:, :, None]).flatten(2, 3)
+        starts, ends = canonicalize(starts, ends, self.kv_len)
+        most = self.max_intervals + other.max_intervals - 1
+        return RowIntervals(starts[:, :, :most].contiguous(), ends[:, :, :most].contiguous(), self.kv_len)
+
+    def complement(self) -> RowIntervals:
+        empty = self.ends <= self.starts
+        ends = self.ends.masked_fill(empty, self.kv_len)
+        edge = torch.zeros_like(self.starts[:, :, :1])
+        return RowIntervals.build(
+            torch.cat((edge, ends), 2), torch.cat((self.starts, edge + self.kv_len), 2), self.kv_len
+        )
+
+    def shift(self, offset: int | Tensor, kv_len: int | None = None) -> RowIntervals:
+        """Move every interval by ``offset`` keys (an int or a tensor broadcastable to [B, H, R, Q])."""
+        kv_len = self.kv_len if kv_len is None else kv_len
+        empty = self.ends <= self.starts
+        starts = (self.starts.long() + offset).clamp(0, kv_len)
+        ends = (self.ends.long() + offset).clamp(0, kv_len)
+        return RowIntervals.build(starts, ends.masked_fill(empty, 0), kv_len)
+
+    # ---- sharding -----------------------------------------------------------------------------------------------
+
+    def take_rows(self, rows: Tensor | slice) -> RowIntervals:
+        """The same keys, only these rows, in the given order."""
+        return RowIntervals(self.starts[..., rows].contiguous(), self.ends[..., rows].contiguous(), self.kv_len)
+
+    def take_keys(self, keys: Tensor) -> RowIntervals:
+        """Keep the sorted, distinct ``keys`` and renumber them 0, 1, ...: each interval stays one interval."""
+        keys = keys.to(torch.int32)
+        starts = torch.searchsorted(keys, self.starts.contiguous(), out_int32=True)
+        ends = torch.searchsorted(keys, self.ends.contiguous(), out_int32=True)
+        return RowIntervals.build(starts, ends, len(keys))

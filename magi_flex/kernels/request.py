@@ -1,0 +1,168 @@
+"""What every attention kernel is asked, and what it answers.
+
+Shape legend: B batch, H query heads, G key/value heads (H = G * group), Q query rows, K keys, D query/key head dim,
+E value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_flex.fx_program import FxProgram
+from magi_flex.mask_plan import MaskPlan
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """score * factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Softcap:
+    """cap * tanh(score / cap)."""
+
+    cap: float
+
+
+@dataclass(frozen=True)
+class Distance:
+    """score + slopes[h] * (k - q), or slopes[h] * |k - q| if ``absolute`` (ALiBi: slopes = -m, absolute)."""
+
+    slopes_H: Tensor  # float32 [H], or [1] for all heads
+    absolute: bool
+
+
+@dataclass(frozen=True)
+class Bias:
+    """score + factor * table.flat[offset + b * sb + h * sh + q * sq + k * sk]: pair bias, key bias, relative tables."""
+
+    table: Tensor
+    strides_bhqk: tuple[int, int, int, int]
+    offset: int
+    factor: float = 1.0
+
+
+ScoreStep = Multiply | Softcap | Distance | Bias
+
+
+@dataclass(frozen=True)
+class IndexMap:
+    """How local indices become the ones a score mod sees (the identity where nothing is sharded)."""
+
+    b_offset: int = 0
+    h_offset: int = 0
+    q_index: Tensor | None = None  # int [Q]
+    k_index: Tensor | None = None  # int [K]
+
+
+@dataclass(frozen=True)
+class ScoreProgram:
+    """A score_mod.
+
+    Attributes:
+        steps: the same function as a sequence of simple steps applied in order, where it could be recognised (the
+            empty tuple is the identity), else None.  Kernels without native support for a step use the graphs.
+        forward: the mod's graph, (score, b, h, q, k, *captures) -> score; None only for the identity.
+        joint: (score, b, h, q, k, grad_score, *captures) -> (d score, None, None, None, None, *d captures).
+        captures: tensors and ints the mod reads, in the graph's order.
+        needs_grad: for each capture, whether its gradient is wanted.
+    """
+
+    steps: tuple[ScoreStep, ...] | None = ()
+    forward: FxProgram | None = None
+    joint: FxProgram | None = None
+    captures: tuple[Any, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
+    index_map: IndexMap = field(default_factory=IndexMap)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.steps == ()
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """softmax(mod(scale * q k^T)) v over the pairs of ``plan``.
+
+    q ``[B, H, Q, D]``, k ``[B, G, K, D]``, v ``[B, G, K, E]``, any strides; plan's B and H are 1 or equal to q's.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: MaskPlan
+    scale: float
+    score: ScoreProgram = field(default_factory=ScoreProgram)
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """out ``[B, H, Q, E]`` in q's dtype and stride order; lse and max_score float32 ``[B, H, Q]`` (float64 for float64
+    inputs) in the log2 domain (natural values times log2(e)).  An empty row has out 0, lse -inf, max_score -inf."""
+
+    out: Tensor
+    lse: Tensor
+    max_score: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionGradients:
+    """Gradients of q, k, v (their dtypes and stride orders) and of the score program's captures (None where not wanted)."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captures: tuple[Tensor | None, ...] = ()
+
+
+class Backend:
+    """One way to compute attention.  Subclasses are stateless."""
+
+    name: str = ""
+
+    def missing(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on ``device`` at all (not built, wrong chip), or None."""
+        raise NotImplementedError
+
+    def objections(self, facts: RequestFacts) -> list[str]:
+        """Reasons why it does not serve such a request; empty where it does."""
+        raise NotImplementedError
+
+    def forward(self, request: AttentionRequest) -> AttentionOutput:
+        raise NotImplementedError
+
+    def backward(
+        self,
+        request: AttentionRequest,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+    ) -> AttentionGradients:
+        """``lse`` as forward gave it (log2 domain); ``d_lse`` is the gradient with respect to it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """What routing may look at: known when the graph is compiled, without any tensor's contents."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    q_heads: int | None
+    kv_heads: int | None
+    score_steps: Sequence[type] | None  # step classes, () identity, None general
+    score_grads: bool  # a capture of the score mod wants a gradient
+    needs_backward: bool
+    has_bit_tiles: bool
+    deterministic: bool = False
