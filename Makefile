@@ -1,0 +1,58 @@
+# make demo   set up .venv and train a small model on real text (a few minutes on two cores)
+# make test   set up .venv with the test tools; lint, types, the CPU test suite
+# make bench  the CPU benchmarks; results go to benchmarks/results/
+# make clean  remove .venv and caches
+#
+# Without an NVIDIA GPU torch is pinned to a release that is known to work on a CPU; with one it is the newest.
+# Choose another build of torch with any pip arguments:  make demo TORCH="torch==2.14.1"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types bench clean
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+.venv/python.stamp:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	touch $@
+
+# torch first and alone: the package's own requirement is a range, which must not replace the build chosen here.
+.venv/torch.stamp: .venv/python.stamp
+	$(PIP) install numpy "setuptools>=68" wheel
+	$(PIP) install $(TORCH)
+	touch $@
+
+.venv/run.stamp: .venv/torch.stamp pyproject.toml
+	$(PIP) install --no-build-isolation --editable .
+	touch $@
+
+.venv/test.stamp: .venv/run.stamp
+	$(PIP) install --no-build-isolation --editable ".[test]"
+	touch $@
+
+setup: .venv/run.stamp
+
+demo: .venv/run.stamp
+	$(BIN)/python examples/train_packed_text.py
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+
+types: .venv/test.stamp
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest -q
+
+bench: .venv/run.stamp
+	$(BIN)/python -m magi_flex bench
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
