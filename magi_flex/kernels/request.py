@@ -101,12 +101,14 @@ class AttentionRequest:
     scale: float
     score: ScoreProgram = field(default_factory=ScoreProgram)
     deterministic: bool = False
+    wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
 
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """out ``[B, H, Q, E]`` in q's dtype and stride order; lse and max_score float32 ``[B, H, Q]`` (float64 for float64
-    inputs) in the log2 domain (natural values times log2(e)).  An empty row has out 0, lse -inf, max_score -inf."""
+    """out ``[B, H, Q, E]`` in q's dtype (see ``wide_results``) and stride order; lse and max_score float32 ``[B, H, Q]``
+    (float64 for float64 inputs) in the log2 domain (natural values times log2(e)).  An empty row has out 0, lse -inf,
+    max_score -inf."""
 
     out: Tensor
     lse: Tensor
@@ -166,3 +168,4 @@ class RequestFacts:
     needs_backward: bool
     has_bit_tiles: bool
     deterministic: bool = False
+    wide_results: bool = False
