@@ -206,7 +206,9 @@ def _rounded(value: Any) -> Any:
 
 def table(rows: list[Row]) -> str:
     """The rows as aligned text, for the terminal."""
-    lines: list[tuple[str, ...]] = [("bench", "backend", "mask", "S", "heads", "D", "dtype", "dir", "ms", "TFLOP/s", "beside")]
+    lines: list[tuple[str, ...]] = [
+        ("bench", "backend", "mask", "S", "heads", "D", "dtype", "dir", "ms", "TFLOP/s", "beside")
+    ]
     for row in rows:
         beside = "  ".join(f"{name} {value:.4g}" for name, value in row.beside.items())
         figures = (row.S, row.heads, row.D, row.dtype, row.direction, row.ms, row.tflops)

@@ -117,12 +117,22 @@ class RowIntervals:
 
     def to_dense(self) -> Tensor:
         """Dense bool mask ``[B, H, Q, K]`` (for tests and small sizes)."""
-        key = torch.arange(self.kv_len, device=self.starts.device, dtype=torch.int32)
-        batch, heads, slots, q_len = self.starts.shape
-        out = torch.zeros(batch, heads, q_len, self.kv_len, dtype=torch.bool, device=self.starts.device)
-        for r in range(slots):
-            out |= (key >= self.starts[:, :, r, :, None]) & (key < self.ends[:, :, r, :, None])
-        return out
+        batch, heads, _, q_len = self.starts.shape
+        steps = torch.zeros(batch, heads, q_len, self.kv_len + 1, dtype=torch.int32, device=self.starts.device)
+        used = (self.ends > self.starts).to(torch.int32).transpose(2, 3)
+        steps.scatter_add_(3, self.starts.long().transpose(2, 3), used)
+        steps.scatter_add_(3, self.ends.long().transpose(2, 3), -used)
+        return steps.cumsum(3, dtype=torch.int32)[..., : self.kv_len] > 0
+
+    # ---- batch, heads, rows ---------------------------------------------------------------------------------------
+
+    def expand(self, batch: int, heads: int) -> RowIntervals:
+        """Views with these B and H (each must be what it is now, or replace a 1)."""
+        shape = (batch, heads, *self.starts.shape[2:])
+        for name, size, wanted in (("batch", self.starts.shape[0], batch), ("heads", self.starts.shape[1], heads)):
+            if size not in (1, wanted):
+                raise ValueError(f"{name}: is {wanted}, but the mask has {size}; 1 or {size} can be expanded")
+        return RowIntervals(self.starts.expand(shape), self.ends.expand(shape), self.kv_len)
 
     # ---- algebra ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 mask = row intervals, or bit tiles where a row tile needs too many intervals (the two never overlap).
 
-Shape legend: B mask batch, H mask head (1 = shared), T row tiles, N listed tiles, P partial tiles, W 32-bit words.
+Shape legend: B mask batch, H mask head (1 = shared), T row tiles, Q query rows, K keys, W 32-bit words.
 """
 
 from __future__ import annotations
@@ -12,31 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles, count_bits, pack_bits
 from magi_flex.intervals import RowIntervals
 
+__all__ = ["BitTiles", "MaskPlan", "MaskPlanBuilder"]
 
-@dataclass(frozen=True)
-class BitTiles:
-    """Explicit tiles of a fixed grid, in CSR form, for rows that do not fit into a few intervals.
-
-    Attributes:
-        q_tile, kv_tile: the grid; kv_tile is a multiple of 32.
-        row_ptr: int32 ``[B, H, T + 1]``, positions in ``cols`` (global over B and H); T = ceil(q_len / q_tile).
-        cols: int32 ``[N]``, key tile index, ascending inside a row tile.
-        slot: int32 ``[N]``, index into ``bits``, or -1: every pair of the tile (inside the lengths) attends.
-        bits: int32 ``[P, q_tile, kv_tile / 32]``; bit j of word w is key ``kv_tile * col + 32 * w + j``.
-    """
-
-    q_tile: int
-    kv_tile: int
-    row_ptr: Tensor
-    cols: Tensor
-    slot: Tensor
-    bits: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.row_ptr.nbytes + self.cols.nbytes + self.slot.nbytes + self.bits.nbytes
+CHEAP_INTERVALS = 8  # up to here a kernel masks a row's intervals for less than it costs to read bits
+_BAND_ELEMENTS = 1 << 22  # dense elements that from_dense encodes at a time
 
 
 @dataclass(frozen=True)
@@ -45,6 +27,20 @@ class MaskPlan:
 
     intervals: RowIntervals
     bit_tiles: BitTiles | None = None
+
+    @staticmethod
+    def from_dense(mask_BHQK: Tensor, max_intervals: int = CHEAP_INTERVALS) -> MaskPlan:
+        """From a dense bool mask ``[B, H, Q, K]``; see :class:`MaskPlanBuilder` for what becomes of each row."""
+        if mask_BHQK.dim() != 4 or mask_BHQK.dtype != torch.bool:
+            raise ValueError(
+                f"mask: is {mask_BHQK.dtype} {list(mask_BHQK.shape)}; give a bool tensor [batch, heads, q_len, kv_len]"
+            )
+        batch, heads, q_len, kv_len = mask_BHQK.shape
+        builder = MaskPlanBuilder(batch, heads, q_len, kv_len, mask_BHQK.device, max_intervals)
+        tiles = max(1, _BAND_ELEMENTS // max(1, batch * heads * builder.q_tile * kv_len))
+        for rows_BHQK in mask_BHQK.split(tiles * builder.q_tile, dim=2):
+            builder.add_rows(rows_BHQK)
+        return builder.finish()
 
     @property
     def starts(self) -> Tensor:
@@ -65,3 +61,211 @@ class MaskPlan:
     @property
     def device(self) -> torch.device:
         return self.intervals.starts.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.intervals.nbytes + (self.bit_tiles.nbytes if self.bit_tiles else 0)
+
+    def area(self) -> int:
+        """Attended (query, key) pairs, summed over the plan's B and H."""
+        area = self.intervals.area()
+        if self.bit_tiles is not None:
+            area += int(self.bit_tiles.tile_area(self.q_len, self.kv_len).sum())
+        return area
+
+    def to_dense(self) -> Tensor:
+        """Dense bool mask ``[B, H, Q, K]`` (for tests and small sizes)."""
+        dense = self.intervals.to_dense()
+        return dense if self.bit_tiles is None else dense | self.bit_tiles.to_dense(self.q_len, self.kv_len)
+
+
+class MaskPlanBuilder:
+    """A MaskPlan from dense rows that arrive in order, a few row tiles at a time, in O(plan) memory.
+
+    A row tile whose rows need at most ``max_intervals`` key intervals becomes intervals.  Beyond that, the row tiles
+    that become bit tiles are those that make the whole plan smallest: R intervals cost 8 R bytes for every row of the
+    mask, so a single row tile must not raise R for all.
+
+        builder = MaskPlanBuilder(batch, heads, q_len, kv_len, device)
+        for band_BHQK in ...:            # bool, a multiple of builder.q_tile rows (the last one may have fewer)
+            builder.add_rows(band_BHQK)
+        plan = builder.finish()
+    """
+
+    q_tile = 128
+    kv_tile = 128
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        device: torch.device | str,
+        max_intervals: int = CHEAP_INTERVALS,
+    ):
+        if max_intervals < 1:
+            raise ValueError(f"max_intervals: is {max_intervals}; give at least 1")
+        self.batch, self.heads, self.q_len, self.kv_len = batch, heads, q_len, kv_len
+        self.device = torch.device(device)
+        self.max_intervals = max_intervals
+        self._row_tiles = -(-q_len // self.q_tile)
+        self._col_tiles = -(-kv_len // self.kv_tile)
+        self._rows_done = 0
+        # Row tiles are numbered over B, H and T.  Each is held as runs (where few or smaller) or as bits.
+        self._runs: list[tuple[Tensor, Tensor, Tensor]] = []  # row (over B, H, Q), start, end
+        self._needs: list[tuple[Tensor, Tensor, Tensor]] = []  # row tiles held as runs: number, R, bytes as bits
+        self._bits: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # row tile, col, is partial, bits of partial ones
+
+    def add_rows(self, mask_BHQK: Tensor) -> None:
+        """The next rows, bool ``[B, H, rows, kv_len]``."""
+        batch, heads, rows, kv_len = mask_BHQK.shape
+        left = self.q_len - self._rows_done
+        if (batch, heads, kv_len) != (self.batch, self.heads, self.kv_len) or rows > left:
+            raise ValueError(
+                f"mask: is {list(mask_BHQK.shape)}; "
+                f"[{self.batch}, {self.heads}, at most {left}, {self.kv_len}] is needed"
+            )
+        if rows % self.q_tile and rows != left:
+            raise ValueError(f"mask: has {rows} rows; give a multiple of {self.q_tile}, or the {left} that are left")
+        self._rows_done += rows
+        if not mask_BHQK.numel():
+            return
+        tiles = -(-rows // self.q_tile)
+        padding = (0, self._col_tiles * self.kv_tile - kv_len, 0, tiles * self.q_tile - rows)
+        padded = torch.nn.functional.pad(mask_BHQK, padding) if any(padding) else mask_BHQK
+        words = pack_bits(padded).view(batch * heads, tiles, self.q_tile, -1)
+        first = (self._rows_done - rows) // self.q_tile
+        head = torch.arange(batch * heads, device=self.device)[:, None]
+        tile = torch.arange(first, first + tiles, device=self.device)
+        self._encode(words.flatten(0, 1), (head * self._row_tiles + tile).flatten())
+
+    def _encode(self, words_TQW: Tensor, tile_T: Tensor) -> None:
+        """Hold these row tiles as runs or as bits."""
+        rises_TQW, falls_TQW = _edges(words_TQW)
+        runs_TQ = count_bits(rises_TQW).sum(2, dtype=torch.int64)
+        need_T = runs_TQ.amax(1)
+        full_TC, partial_TC = self._classify(words_TQW, tile_T)
+        bit_bytes_T = self._bit_bytes(full_TC, partial_TC)
+        as_runs_T = (need_T <= self.max_intervals) | (8 * runs_TQ.sum(1) <= bit_bytes_T)
+        self._needs.append((tile_T[as_runs_T], need_T[as_runs_T], bit_bytes_T[as_runs_T]))
+        row, starts = _positions(rises_TQW[as_runs_T].flatten(0, 1))
+        _, ends = _positions(falls_TQW[as_runs_T].flatten(0, 1))
+        self._runs.append((self._global_row(tile_T[as_runs_T][row // self.q_tile], row), starts, ends))
+        self._hold_bits(words_TQW[~as_runs_T], tile_T[~as_runs_T], full_TC[~as_runs_T], partial_TC[~as_runs_T])
+
+    def _global_row(self, tile: Tensor, row: Tensor) -> Tensor:
+        head, tile_in_head = tile // self._row_tiles, tile % self._row_tiles
+        return head * self.q_len + tile_in_head * self.q_tile + row % self.q_tile
+
+    def _classify(self, words_TQW: Tensor, tile_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tiles of each row tile are full (inside the lengths), and which partial."""
+        area_TC = count_bits(words_TQW).unflatten(2, (self._col_tiles, -1)).sum((1, 3), dtype=torch.int64)
+        rows_T = (self.q_len - tile_T % self._row_tiles * self.q_tile).clamp(max=self.q_tile)
+        keys_C = self.kv_len - torch.arange(self._col_tiles, device=self.device) * self.kv_tile
+        full_TC = area_TC == rows_T[:, None] * keys_C.clamp(max=self.kv_tile)
+        return full_TC, (area_TC > 0) & ~full_TC
+
+    def _bit_bytes(self, full_TC: Tensor, partial_TC: Tensor) -> Tensor:
+        return partial_TC.sum(1) * (self.q_tile * self.kv_tile // 8 + 8) + full_TC.sum(1) * 8
+
+    def _hold_bits(self, words_TQW: Tensor, tile_T: Tensor, full_TC: Tensor, partial_TC: Tensor) -> None:
+        tile, col = (full_TC | partial_TC).nonzero(as_tuple=True)
+        words_TCQW = words_TQW.unflatten(2, (self._col_tiles, -1)).transpose(1, 2)
+        self._bits.append((tile_T[tile], col, partial_TC[tile, col], words_TCQW[partial_TC]))
+
+    def finish(self) -> MaskPlan:
+        """The plan of all rows."""
+        if self._rows_done != self.q_len:
+            raise ValueError(f"add_rows: got {self._rows_done} of {self.q_len} rows")
+        if not self._runs:
+            empty = RowIntervals.empty(self.q_len, self.kv_len, self.device)
+            return MaskPlan(empty.expand(self.batch, self.heads))
+        row, starts, ends = (torch.cat(parts) for parts in zip(*self._runs, strict=True))
+        tile, need, bit_bytes = (torch.cat(parts) for parts in zip(*self._needs, strict=True))
+        slots = self._choose_slots(need, bit_bytes)
+        to_bits = torch.zeros(self.batch * self.heads * self._row_tiles, dtype=torch.bool, device=self.device)
+        to_bits[tile[need > slots]] = True
+        tile_of_run = row // self.q_len * self._row_tiles + row % self.q_len // self.q_tile
+        moved = to_bits[tile_of_run]
+        self._expand(tile_of_run[moved], row[moved], starts[moved], ends[moved])
+        intervals = self._to_intervals(row[~moved], starts[~moved], ends[~moved], slots)
+        return MaskPlan(intervals, self._to_bit_tiles())
+
+    def _choose_slots(self, need_T: Tensor, bit_bytes_T: Tensor) -> int:
+        """R: of all that keep row tiles of up to ``max_intervals`` as intervals, the one with the smallest plan."""
+        fits = need_T[need_T <= self.max_intervals]
+        least = max(1, int(fits.max()) if fits.numel() else 1)
+        need = torch.cat((need_T.clamp(min=least), need_T.new_tensor([least])))
+        bit_bytes = torch.cat((bit_bytes_T, bit_bytes_T.new_zeros(1)))
+        need, order = need.sort()
+        as_bits_up_to = bit_bytes[order].cumsum(0)
+        slots, count = need.unique_consecutive(return_counts=True)
+        as_bits = as_bits_up_to[-1] - as_bits_up_to[count.cumsum(0) - 1]
+        return int(slots[(8 * slots * self.batch * self.heads * self.q_len + as_bits).argmin()])
+
+    def _expand(self, tile: Tensor, row: Tensor, starts: Tensor, ends: Tensor) -> None:
+        """Hold row tiles as bits that were held as runs."""
+        tile, order = tile.sort(stable=True)
+        row, starts, ends = row[order], starts[order].long(), ends[order].long()
+        tiles, count = tile.unique_consecutive(return_counts=True)
+        width = self._col_tiles * self.kv_tile
+        at_once = max(1, _BAND_ELEMENTS // (self.q_tile * width))
+        for tiles_T, count_T in zip(tiles.split(at_once), count.split(at_once), strict=True):
+            runs = int(count_T.sum())
+            local_tile = torch.repeat_interleave(torch.arange(len(tiles_T), device=self.device), count_T)
+            local_row = row[:runs] % self.q_len % self.q_tile
+            steps_TQK = torch.zeros(len(tiles_T), self.q_tile, width + 1, dtype=torch.int8, device=self.device)
+            steps_TQK[local_tile, local_row, starts[:runs]] = 1
+            steps_TQK[local_tile, local_row, ends[:runs]] = -1  # runs of a row neither touch nor overlap
+            words_TQW = pack_bits(steps_TQK.cumsum(2, dtype=torch.int8)[..., :width].to(torch.bool))
+            self._hold_bits(words_TQW, tiles_T, *self._classify(words_TQW, tiles_T))
+            row, starts, ends = row[runs:], starts[runs:], ends[runs:]
+
+    def _to_intervals(self, row: Tensor, starts: Tensor, ends: Tensor, slots: int) -> RowIntervals:
+        row, order = row.sort(stable=True)
+        starts, ends = starts[order], ends[order]
+        total_rows = self.batch * self.heads * self.q_len
+        count = torch.bincount(row, minlength=total_rows)
+        position = torch.arange(len(row), device=self.device) - (count.cumsum(0) - count)[row]
+        bounds = []
+        for values, unused in ((starts, self.kv_len), (ends, 0)):
+            out = torch.full((total_rows, slots), unused, dtype=torch.int32, device=self.device)
+            out[row, position] = values
+            bounds.append(out.view(self.batch, self.heads, self.q_len, slots).transpose(2, 3).contiguous())
+        return RowIntervals(bounds[0], bounds[1], self.kv_len)
+
+    def _to_bit_tiles(self) -> BitTiles | None:
+        tile, col, partial = (torch.cat(parts) for parts in list(zip(*self._bits, strict=True))[:3])
+        if not tile.numel():
+            return None
+        slot = torch.where(partial, partial.cumsum(0) - 1, -1)
+        order = (tile * self._col_tiles + col).argsort()
+        counts = torch.bincount(tile, minlength=self.batch * self.heads * self._row_tiles)
+        ptr = counts.cumsum(0).view(self.batch, self.heads, self._row_tiles)
+        row_ptr = torch.cat(((ptr - counts.view_as(ptr))[..., :1], ptr), 2)
+        return BitTiles(
+            self.q_tile,
+            self.kv_tile,
+            row_ptr.to(torch.int32),
+            col[order].to(torch.int32),
+            slot[order].to(torch.int32),
+            torch.cat([bits.flatten(2) for *_, bits in self._bits]),
+        )
+
+
+def _edges(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Bits where a run of ones begins, and where it has just ended; one word longer than ``words`` ``[..., W]``."""
+    words = torch.nn.functional.pad(words, (0, 1))
+    before = words << 1
+    before[..., 1:] |= (words[..., :-1] >> 31) & 1
+    return words & ~before, ~words & before
+
+
+def _positions(words_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """Row (int64) and position (int32) of every set bit, in row-major order."""
+    row, word = words_RW.nonzero(as_tuple=True)
+    bit = torch.arange(32, dtype=torch.int32, device=words_RW.device)
+    which, offset = ((words_RW[row, word][:, None] >> bit) & 1).nonzero(as_tuple=True)
+    return row[which], (word[which] * 32 + offset).to(torch.int32)
