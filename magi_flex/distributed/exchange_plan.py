@@ -132,7 +132,9 @@ def _flat_hops(needed: KeyRanges, held: Pieces, own_keys: int, rank: int, stages
     for stage in range(stages):
         arriving, leaving = receive.select(receive.stage == stage), send.select(send.stage == stage)
         keys, slot = _arrange(arriving)
-        hop = _group_plan(own_keys, len(keys), leaving, leaving.unit, leaving.offset, arriving, arriving.owner, slot, ranks)
+        hop = _group_plan(
+            own_keys, len(keys), leaving, leaving.unit, leaving.offset, arriving, arriving.owner, slot, ranks
+        )
         out.append(((hop,), keys))
     return out
 

@@ -36,7 +36,9 @@ class GroupPlan:
 
     def __post_init__(self) -> None:
         if len(self.send_index) != int(self.send_counts.sum()):
-            raise ValueError(f"send_index: has {len(self.send_index)} rows, send_counts add up to {self.send_counts.sum()}")
+            raise ValueError(
+                f"send_index: has {len(self.send_index)} rows, send_counts add up to {self.send_counts.sum()}"
+            )
         if not len(self.recv_index) == int(self.recv_counts.sum()) == self.out_rows:
             raise ValueError(
                 f"recv_index: has {len(self.recv_index)} rows, recv_counts add up to {int(self.recv_counts.sum())} and "
@@ -58,7 +60,9 @@ class GroupPlan:
             ValueError: lists of different lengths, negative sizes, ranks out of range or named twice for a block.
         """
         if len(in_splits) != len(destinations):
-            raise ValueError(f"destinations: {len(destinations)} lists for {len(in_splits)} in_splits; give one for each")
+            raise ValueError(
+                f"destinations: {len(destinations)} lists for {len(in_splits)} in_splits; give one for each"
+            )
         if len(out_splits) != len(sources):
             raise ValueError(f"sources: {len(sources)} ranks for {len(out_splits)} out_splits; give one for each")
         if min([*in_splits, *out_splits], default=0) < 0:
