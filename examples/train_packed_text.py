@@ -27,13 +27,8 @@ from torch.nn.attention.flex_attention import create_mask
 
 import magi_flex
 from magi_flex import mods
-
-if __package__:
-    from .model import Attend, ModelConfig, Transformer, attend_flex
-    from .packed_text import PackedBatch, packed_batches
-else:
-    from model import Attend, ModelConfig, Transformer, attend_flex
-    from packed_text import PackedBatch, packed_batches
+from model import Attend, ModelConfig, Transformer, attend_flex
+from packed_text import PackedBatch, packed_batches
 
 
 @dataclass(frozen=True)
@@ -165,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.compare_stock:
         return 0
 
-    print("\nThe same steps through scaled_dot_product_attention with a dense mask (stock flex_attention has no backward")
-    print("on a CPU):")
+    print("\nThe same steps through stock attention: scaled_dot_product_attention with the mask as a dense table,")
+    print("since stock flex_attention has no backward on a CPU")
     stock = train(args, attend_dense, dense_mask, Progress(args))
     print(summary("stock", stock, args.seq_len))
     largest = max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True))
