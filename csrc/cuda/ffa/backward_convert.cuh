@@ -1,0 +1,146 @@
+// The two light kernels around the attention backward.
+//
+// prepare: per query row lse with +inf for empty rows, and delta = sum(dO * O) - dlse / ln 2, so that
+// dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, d lse / d s = P / ln 2).
+// It also zeroes the dQ buffer and the work counter.
+//
+// finish: the dQ buffer, scaled, into dq.  The buffer holds groups of 8 query rows as fragments of dQ^T: float4 number
+// (panel * 4 + warp) * 32 + lane of a group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows
+// 2 (lane % 4) (+ 1), row first.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace ffa {
+
+constexpr int kConvertRows = 32;      // query rows of a block
+constexpr int kConvertThreads = 256;
+
+struct PrepareParams {
+    const void* out;
+    const void* d_out;
+    const float* lse;    // [B * H, q_len]
+    const float* d_lse;  // the same, or null
+    float* row_shift;    // [B * H, padded_rows]
+    float* row_delta;
+    float4* dq_buffer;   // [B * H, padded_rows, kHeadDim / 4]
+    int* work_counter;
+    int64 out_batch, out_head, out_row;  // strides in elements
+    int64 d_out_batch, d_out_head, d_out_row;
+    int heads, q_len, padded_rows, head_dim;
+};
+
+struct FinishParams {
+    const float4* dq_buffer;
+    void* dq;
+    int64 dq_batch, dq_head, dq_row;
+    int heads, q_len, padded_rows, head_dim;
+    float scale;
+};
+
+// Eight elements (float32 or 16-bit, 16-byte aligned) as floats.
+template <DType kType, class Element> FFA_DEVICE void load_eight(const Element* source, float (&values)[8]) {
+    if constexpr (sizeof(Element) == 4) {
+        const float4 low = *reinterpret_cast<const float4*>(source), high = *reinterpret_cast<const float4*>(source + 4);
+        const float all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = all[i];
+    } else {
+        const uint4 pairs = *reinterpret_cast<const uint4*>(source);
+        const uint32 all[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ptx::unpack_pair<kType>(all[i], values[2 * i], values[2 * i + 1]);
+    }
+}
+
+template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(const PrepareParams& params) {
+    constexpr int kLanes = kHeadDim / 8;  // of a row
+    constexpr int kPassRows = kConvertThreads / kLanes;
+    static_assert(32 % kLanes == 0, "a row stays inside a warp");
+    const int blocks = params.padded_rows / kConvertRows;
+    const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
+    const int batch = head_row / params.heads, head = head_row % params.heads;
+    const auto* out = static_cast<const OutElement*>(params.out) + batch * params.out_batch + head * params.out_head;
+    const auto* d_out =
+        static_cast<const uint16*>(params.d_out) + batch * params.d_out_batch + head * params.d_out_head;
+    const int64 padded_row = static_cast<int64>(head_row) * params.padded_rows + first_row;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.work_counter = 0;
+
+    const int lane = threadIdx.x % kLanes, column = lane * 8;
+#pragma unroll
+    for (int pass = 0; pass < kConvertRows / kPassRows; ++pass) {
+        const int block_row = pass * kPassRows + threadIdx.x / kLanes, row = first_row + block_row;
+        float sum = 0.0f;
+        if (row < params.q_len && column < params.head_dim) {
+            float o[8], d_o[8];
+            load_eight<kType>(out + row * params.out_row + column, o);
+            load_eight<kType>(d_out + row * params.d_out_row + column, d_o);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d_o[i], sum);
+        }
+#pragma unroll
+        for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (lane == 0) {
+            float shift = -ptx::negative_infinity, delta = 0.0f;
+            if (row < params.q_len) {
+                const int64 at = static_cast<int64>(head_row) * params.q_len + row;
+                const float lse = params.lse[at];
+                if (lse != ptx::negative_infinity) {
+                    constexpr float kLog2E = 1.4426950408889634f;
+                    shift = lse;
+                    delta = params.d_lse ? fmaf(params.d_lse[at], -kLog2E, sum) : sum;
+                }
+            }
+            params.row_shift[padded_row + block_row] = shift;
+            params.row_delta[padded_row + block_row] = delta;
+        }
+    }
+    float4* buffer = params.dq_buffer + padded_row * (kHeadDim / 4);
+#pragma unroll
+    for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) buffer[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+}
+
+template <DType kType, int kHeadDim, class DqElement> FFA_DEVICE void finish(const FinishParams& params) {
+    // Rows 16 bytes longer than a multiple of 128: writes of a fragment touch every bank once.
+    __shared__ float rows[kConvertRows][kHeadDim + 4];
+    const int blocks = params.padded_rows / kConvertRows;
+    const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
+    if (first_row >= params.q_len) return;
+    const float4* buffer =
+        params.dq_buffer + (static_cast<int64>(head_row) * params.padded_rows + first_row) * (kHeadDim / 4);
+    constexpr int kGroupVectors = 8 * kHeadDim / 4;
+#pragma unroll
+    for (int i = threadIdx.x; i < kConvertRows / 8 * kGroupVectors; i += kConvertThreads) {
+        const float4 fragment = buffer[i];
+        const int group = i / kGroupVectors, slice = i % kGroupVectors / 32, lane = i % 32;
+        const int row = group * 8 + lane % 4 * 2, column = slice * 16 + lane / 4;
+        rows[row][column] = fragment.x;
+        rows[row + 1][column] = fragment.y;
+        rows[row][column + 8] = fragment.z;
+        rows[row + 1][column + 8] = fragment.w;
+    }
+    __syncthreads();
+    const int batch = head_row / params.heads, head = head_row % params.heads;
+    auto* dq = static_cast<DqElement*>(params.dq) + batch * params.dq_batch + head * params.dq_head;
+    constexpr int kLanes = kHeadDim / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < kConvertRows * kLanes; i += kConvertThreads) {
+        const int block_row = i / kLanes, row = first_row + block_row, column = i % kLanes * 8;
+        if (row >= params.q_len || column >= params.head_dim) continue;
+        float values[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) values[j] = rows[block_row][column + j] * params.scale;
+        DqElement* to = dq + row * params.dq_row + column;
+        if constexpr (sizeof(DqElement) == 4) {
+            reinterpret_cast<float4*>(to)[0] = {values[0], values[1], values[2], values[3]};
+            reinterpret_cast<float4*>(to)[1] = {values[4], values[5], values[6], values[7]};
+        } else {
+            uint32 pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) pairs[j] = ptx::pack_pair<kType>(values[2 * j], values[2 * j + 1]);
+            *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
+    }
+}
+
+}  // namespace ffa
