@@ -39,11 +39,13 @@ struct MaskParams {
     const int2* full_runs;    // [F] query rows
     const int* partial_ptr;   // [N + 1]
     const int2* partial_runs; // [P]
-    const int* tile_order;    // [N]: index inside the head, most steps first
-    const int* tile_steps;    // [N]: steps of kRows rows that the tile's runs take
+    const int4* entries;      // key tiles in working order: mask of the group's first head, tile in it, steps, 0
     const int* starts;        // [mask_batches, mask_heads, intervals, q_len]
     const int* ends;
     int mask_batches, mask_heads, intervals;
+    // Items are numbered section by section; a section is all entries for a few replicas: (batch, key/value head) pairs
+    // that share the mask, few enough that what they read and sum into stays in L2.
+    int entry_count, replicas, section;
 };
 
 struct BackwardParams {
@@ -57,7 +59,7 @@ struct BackwardParams {
     int64 dk_batch, dk_head, dk_row;  // strides in elements
     int64 dv_batch, dv_head, dv_row;
     int* work_counter;  // zero at launch
-    int batch, kv_heads, group;
+    int kv_heads, group;
     int q_len, padded_rows, head_dim;
     float scale, scale_log2;
 };
@@ -90,7 +92,7 @@ struct Item {
     int steps;  // -1: no more work
     int batch, kv_head;
     int key_begin, key_end;
-    int tile;  // counted inside its mask head
+    int tile;  // counted inside its mask
 };
 
 // Query rows [row, row + kRows) of one head; masked steps attend only inside [run_begin, run_end) and the intervals.
@@ -147,36 +149,27 @@ template <class C> struct Planner {
     BackwardShared<C>& shared;
     Ring<C::kStages> ring;
 
-    // Writes the item that work number `work` stands for: batch entries, then key/value heads, then tiles by cost.
+    // Writes the item that work number `work` stands for.
     FFA_DEVICE bool find_item(int work, Item& item) const {
         const MaskParams& mask = params.mask;
-#pragma unroll 1
-        for (int batch = 0; batch < params.batch; ++batch) {
-            const int first = mask_head_of(params, batch, 0);
-            const int tiles = mask.head_ptr[first + 1] - mask.head_ptr[first];
-            if (work < tiles * params.kv_heads) {
-                item.batch = batch;
-                item.kv_head = work / tiles;
-                int index = mask.head_ptr[mask_head_of(params, batch, item.kv_head * params.group)];
-                item.tile = mask.tile_order[index + work - item.kv_head * tiles];
-                index += item.tile;
-                item.key_begin = mask.tile_begin[index];
-                item.key_end = mask.tile_end[index];
-                return true;
-            }
-            work -= tiles * params.kv_heads;
-        }
-        return false;
-    }
-
-    FFA_DEVICE int count_steps(const Item& item) const {
-        int steps = 0;
-#pragma unroll 1
-        for (int h = 0; h < params.group; ++h) {
-            const int mask_head = mask_head_of(params, item.batch, item.kv_head * params.group + h);
-            steps += params.mask.tile_steps[params.mask.head_ptr[mask_head] + item.tile];
-        }
-        return steps;
+        const int section = work / (mask.entry_count * mask.section);
+        const int first = section * mask.section;
+        const int width = min(mask.section, mask.replicas - first);
+        if (width <= 0) return false;
+        work -= section * mask.entry_count * mask.section;
+        const int4 entry = __ldg(mask.entries + work / width);
+        const int replica = first + work % width;
+        const int mask_batch = entry.x / mask.mask_heads;
+        // Replicas are batch entries times key/value heads, where the mask does not distinguish them.
+        const int replica_heads = mask.mask_heads == 1 ? params.kv_heads : 1;
+        item.batch = mask.mask_batches == 1 ? replica / replica_heads : mask_batch;
+        item.kv_head = mask.mask_heads == 1 ? replica % replica_heads : entry.x % mask.mask_heads / params.group;
+        item.tile = entry.y;
+        item.steps = entry.z;
+        const int index = __ldg(mask.head_ptr + entry.x) + entry.y;
+        item.key_begin = __ldg(mask.tile_begin + index);
+        item.key_end = __ldg(mask.tile_end + index);
+        return true;
     }
 
     FFA_DEVICE void load_keys(const Item& item) const {
@@ -230,7 +223,7 @@ template <class C> struct Planner {
         for (int turn = 0;; turn ^= 1) {
             Item& item = shared.item[turn];
             const bool found = find_item(atomicAdd(params.work_counter, 1), item);
-            item.steps = found ? count_steps(item) : -1;
+            if (!found) item.steps = -1;
             ptx::mbarrier_wait(&shared.kv_empty, turn ^ 1);
             if (!found) break;
             load_keys(item);
