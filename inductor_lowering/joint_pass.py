@@ -28,7 +28,7 @@ from inductor_lowering.torch_compat import (
 )
 from inductor_lowering.translate import Stock, backend_choice, mask_spec, score_spec
 from magi_flex.kernels.layout import dense_order
-from magi_flex.op_specs import MaskSpec, split_captures
+from magi_flex.op_specs import MaskSpec
 
 logger = logging.getLogger("magi_flex")
 
@@ -76,18 +76,18 @@ class _Rewriter:
         self.sizes: dict[Any, Node] = {}
 
     def rewrite(self, calls: list[Node]) -> None:
-        trained = {node.args[4].args[0] for node in calls if node.target is BACKWARD_HOP and _is_getitem(node.args[4])}
-        # Backward first: it needs the forward's nodes as they are, to find what belongs together.
-        for node in sorted(calls, key=lambda node: node.target is FORWARD_HOP):
+        lse_nodes = [HopCall.of_node(node).lse for node in calls if node.target is BACKWARD_HOP]
+        trained = {lse.args[0] for lse in lse_nodes if _is_getitem(lse)}
+        for node in calls:
             try:
                 if node.target is FORWARD_HOP:
                     self._forward(node, node in trained)
                 else:
                     self._backward(node)
             except Stock as reason:
-                self._leave(node, str(reason))
+                self._leave(node, reason)
 
-    def _leave(self, node: Node, reason: str) -> None:
+    def _leave(self, node: Node, reason: Stock) -> None:
         call = HopCall.of_node(node)
         device = call.q.meta["val"].device
         if node.target is BACKWARD_HOP and device.type == "cpu":
@@ -95,7 +95,7 @@ class _Rewriter:
                 f"flex_attention cannot be trained on a CPU this way: PyTorch itself has no backward there, and "
                 f"magi_flex cannot take this call ({reason})"
             )
-        logger.warning("%s is left to PyTorch: %s", node.target, reason)
+        logger.log(logging.INFO if reason.chosen else logging.WARNING, "%s is left to PyTorch: %s", node.target, reason)
         position = 6 if node.target is FORWARD_HOP else 11
         options = {k: v for k, v in call.kernel_options.items() if k != "magi_backend"}
         node.update_arg(position, options)
@@ -132,12 +132,9 @@ class _Rewriter:
             if not _is_getitem(stat) or stat.args[1] not in (LSE, MAX_SCORE):
                 continue
             stat.meta["val"] = forward.meta["val"][stat.args[1]]
-            backward = torch.ops.magi_flex.attention_backward.default
-            users = [user for user in stat.users if user.target is not backward]
+            users = [user for user in stat.users if user.target is not BACKWARD_HOP]
             with self.graph.inserting_after(stat):
-                narrow = self.graph.call_function(
-                    torch.ops.prims.convert_element_type.default, (stat, torch.float32)
-                )
+                narrow = self.graph.call_function(torch.ops.prims.convert_element_type.default, (stat, torch.float32))
             narrow.meta = {**stat.meta, "val": stat.meta["val"].to(torch.float32)}
             for user in users:
                 user.replace_input_with(stat, narrow)
@@ -152,10 +149,8 @@ class _Rewriter:
             call, self._submodule(call.score_mod), self._submodule(call.joint_graph), needs_grad
         )
         dq, dk, dv, captured = node.meta["val"]
-        anchor = call.lse.args[0] if _is_getitem(call.lse) else node  # the forward comes before all that needs the plan
-        with self.graph.inserting_before(anchor):
-            plan = self._plan(anchor, call, mask, mask_tensors, mask_ints)
         with self.graph.inserting_before(node):
+            plan = self._plan(node, call, mask, mask_tensors, mask_ints)
             new = self.graph.call_function(
                 torch.ops.magi_flex.attention_backward.default,
                 (
@@ -179,9 +174,7 @@ class _Rewriter:
 
     # ---- plans --------------------------------------------------------------------------------------------------
 
-    def _plan(
-        self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]
-    ) -> Node | None:
+    def _plan(self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]) -> Node | None:
         """The plan op for this mask, inserted at the graph's insertion point unless there is one already."""
         if mask.is_full:
             return None
@@ -244,6 +237,3 @@ def _captured_gradients(backward: Node) -> dict[int, list[Node]]:
 
 def _fake_mode(value: torch.Tensor) -> Any:
     return value.fake_mode  # type: ignore[attr-defined]
-
-
-__all__ = ["JointPass", "split_captures"]

@@ -60,7 +60,15 @@ class HopCall:
         q, k, v, score_mod, block_mask, scale, options, *captures = args
         score_captures, mask_captures = (*captures, (), ())[:2]
         return HopCall(
-            q, k, v, score_mod, BlockMaskArgs.of(block_mask), scale, options, tuple(score_captures), tuple(mask_captures)
+            q,
+            k,
+            v,
+            score_mod,
+            BlockMaskArgs.of(block_mask),
+            scale,
+            options,
+            tuple(score_captures),
+            tuple(mask_captures),
         )
 
     @staticmethod
@@ -94,3 +102,33 @@ def custom_passes(config_value: Any) -> tuple[Callable[..., Any], ...]:
     if config_value is None:
         return ()
     return tuple(config_value) if isinstance(config_value, (list, tuple)) else (config_value,)
+
+
+def register_dynamo_backend(name: str, compiler: Callable[..., Any]) -> None:
+    """Make ``torch.compile(backend=name)`` work where the package's metadata (its entry point) is not installed."""
+    from torch._dynamo.backends import registry
+
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(compiler, name=name)
+
+
+def current_compiler() -> Callable[..., Any] | None:
+    """The backend that Dynamo is tracing for, None outside of a trace."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        compiler = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None
+    while True:  # torch.compile and Dynamo's debugging aids wrap the function that was given
+        inner = getattr(compiler, "compiler_fn", None) or getattr(compiler, "_torchdynamo_orig_backend", None)
+        if inner is None:
+            return compiler
+        compiler = inner
+
+
+def item_access_as_index() -> Any:
+    """Context in which ``table[h, q]`` with 0-d index tensors is one index op, as FlexAttention traces mods."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

@@ -1,11 +1,6 @@
 """A mod's FX graph as a small serialisable program that can be run on tensors of any broadcastable shape.
 
 Ops carry the program as a JSON string, so that a compiled graph (and a cached one) holds everything the kernel needs.
-
-A mod is written for one score: its first ``scalars`` arguments (score, b, h, q, k, ...) are 0-d when the graph is
-traced.  A kernel runs it on whole tiles, where these arguments broadcast against each other.  That is the same function
-only if every value that depends on them is 0-d in the traced graph and made by elementwise ops, so the program is
-brought into that form when it is built, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -22,25 +17,6 @@ from torch.fx import GraphModule, Node
 
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
-_ELEMENTWISE_WITHOUT_TAG = {
-    "aten::floor_divide",
-    "aten::_to_copy",
-    "aten::alias",
-    "aten::lift_fresh_copy",
-    "aten::lift_fresh",
-    "aten::__and__",
-    "aten::__or__",
-    "aten::__xor__",
-    "aten::full_like",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::empty_like",
-    "aten::new_full",
-    "aten::new_zeros",
-    "aten::new_ones",
-    "prims::convert_element_type",
-}
-_SHAPE_ONLY = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::expand", "aten::detach", "aten::squeeze"}
 _PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
@@ -49,7 +25,11 @@ _PYTHON_NAMES = {f: name for name, f in _PYTHON_FUNCTIONS.items()}
 
 
 class UnsupportedProgram(Exception):
-    """The graph holds something that cannot be run tile by tile; the message says what."""
+    """The graph holds something that cannot be serialised or run tile by tile; the message says what."""
+
+
+class InvalidMod(ValueError):
+    """The mod breaks FlexAttention's rules (it sees one score, has no side effects); the message says how."""
 
 
 @dataclass(frozen=True)
@@ -77,28 +57,25 @@ class FxProgram:
     ["literal", values, dtype], ["sum", value] (a gradient's sum over all scores), or last ["return", values].
 
     ``steps`` refer to earlier ones by number ({"node": i}).  Devices are not stored: tensor creation runs on the
-    device of the inputs.  The first ``scalars`` args are the ones that a kernel passes as broadcastable tiles.
+    device of the inputs.
     """
 
     steps: tuple[Any, ...]
-    scalars: int = 4
 
     @staticmethod
-    def from_graph(module: GraphModule, scalars: int = 4, grad_arg: int | None = None) -> FxProgram:
-        """From a traced mod (nodes carry ``meta["val"]``).
-
-        ``scalars`` counts the leading 0-d arguments: 4 for a mask_mod (b, h, q, k), 5 for a score_mod, 6 for its joint
-        graph, where argument number ``grad_arg`` is the gradient of the result.  Raises UnsupportedProgram.
-        """
-        return _Builder(module, scalars, grad_arg).build()
+    def from_graph(module: GraphModule) -> FxProgram:
+        """Raises UnsupportedProgram for anything but placeholders, small constants, aten calls and size arithmetic."""
+        builder = ProgramBuilder(module)
+        for node in used_nodes(module):
+            builder.add(node)
+        return builder.program()
 
     @staticmethod
     def from_json(text: str) -> FxProgram:
-        record = json.loads(text)
-        return FxProgram(tuple(record["steps"]), record["scalars"])
+        return FxProgram(tuple(json.loads(text)))
 
     def to_json(self) -> str:
-        return json.dumps({"scalars": self.scalars, "steps": list(self.steps)}, separators=(",", ":"))
+        return json.dumps(list(self.steps), separators=(",", ":"))
 
     def run(
         self,
@@ -151,8 +128,8 @@ class FxProgram:
             elif kind == "sum":
                 values.append(keep(decode(step[1])).sum())
             elif step[1] == "flex_lib::zeros_and_scatter":
-                shape, indices, scattered = decode(step[3])
-                values.append(ScatterAdd(tuple(shape), [i.expand(scattered.shape) for i in indices], keep(scattered)))
+                shape, indices, tile = decode(step[3])
+                values.append(ScatterAdd(tuple(shape), [i.expand(tile.shape) for i in indices], keep(tile)))
             else:
                 namespace, name = step[1].split("::")
                 op = getattr(getattr(getattr(torch.ops, namespace), name), step[2])
@@ -161,168 +138,48 @@ class FxProgram:
         raise UnsupportedProgram("the graph has no output")
 
 
-class _Builder:
-    """Turns a graph into steps, keeping track of which values depend on the scalar arguments."""
+class ProgramBuilder:
+    """Collects steps; nodes refer to the step that was made for them."""
 
-    def __init__(self, module: GraphModule, scalars: int, grad_arg: int | None):
+    def __init__(self, module: GraphModule):
         self.module = module
-        self.scalars = scalars
-        self.grad_arg = grad_arg
         self.steps: list[Any] = []
         self.ids: dict[Node, int] = {}
-        self.tiled: set[Node] = set()  # values that become tiles: 0-d in the graph, one per score in a kernel
-        self.from_grad: set[Node] = set()  # values that are linear in the gradient of the result
-        self.rows: dict[Node, tuple[Node, list[Any]]] = {}  # captured tensors indexed only in their leading dims
 
-    def build(self) -> FxProgram:
-        used = _used_nodes(self.module)
-        args = 0
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                if args < self.scalars:
-                    self.tiled.add(node)
-                if args == self.grad_arg:
-                    self.from_grad.add(node)
-                args += 1
-                self._append(node, ["arg"])
-            elif node not in used:
-                continue
-            elif node.op == "output":
-                self.steps.append(["return", self._returned(node)])
-            elif node.op == "get_attr":
-                self._append(node, self._literal(node))
-            elif node.op != "call_function":
-                raise UnsupportedProgram(f"node {node.name} ({node.op})")
-            elif isinstance(node.target, torch._ops.OpOverload):
-                self._call(node)
-            elif node.target in _PYTHON_NAMES:
-                self._append(node, ["python", _PYTHON_NAMES[node.target], self._encode(node.args)])
-            else:
-                raise UnsupportedProgram(f"a call of {node.target}")
-        return FxProgram(tuple(self.steps), self.scalars)
+    def program(self) -> FxProgram:
+        return FxProgram(tuple(self.steps))
 
-    # ---- nodes --------------------------------------------------------------------------------------------------
+    def add(self, node: Node) -> None:
+        """The step of ``node`` as it is."""
+        if node.op == "placeholder":
+            self.append(["arg"], node)
+        elif node.op == "output":
+            self.append(["return", self.encode(node.args[0])])
+        elif node.op == "get_attr":
+            self.append(self._literal(node), node)
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            self.append_call(node, node.target, node.args, node.kwargs)
+        elif node.op == "call_function" and node.target in _PYTHON_NAMES:
+            self.append(["python", _PYTHON_NAMES[node.target], self.encode(node.args)], node)
+        else:
+            raise UnsupportedProgram(f"node {node.name} ({node.op} {node.target})")
 
-    def _append(self, node: Node, step: Any) -> None:
-        self.ids[node] = len(self.steps)
+    def append(self, step: Any, node: Node | None = None) -> int:
+        """Returns the step's number, by which ``node`` is known from now on."""
         self.steps.append(step)
+        if node is not None:
+            self.ids[node] = len(self.steps) - 1
+        return len(self.steps) - 1
 
-    def _append_call(self, node: Node, name: str, overload: str, args: Any, kwargs: Any = None) -> None:
-        self._append(node, ["call", name, overload, self._encode(args), self._encode(kwargs or {})])
+    def append_call(self, node: Node, op: torch._ops.OpOverload, args: Any, kwargs: Any = None) -> None:
+        encoded = {k: self.encode(x) for k, x in (kwargs or {}).items()}
+        self.append(["call", op._schema.name, op._overloadname, self.encode(args), encoded], node)
 
-    def _call(self, node: Node) -> None:
-        op = node.target
-        name, overload = op._schema.name, op._overloadname
-        if op._schema.is_mutable:
-            raise UnsupportedProgram(f"{name} writes to its input: a mod may have no side effects")
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            raise UnsupportedProgram(f"{name} is random: a mod must give the same value whenever it is called")
-        if name == "aten::index":
-            return self._index(node)
-        if name == "flex_lib::zeros_and_scatter":
-            return self._scatter(node)
-        tiled_inputs = [x for x in node.all_input_nodes if x in self.tiled]
-        for x in node.all_input_nodes:
-            if x in self.rows:
-                raise UnsupportedProgram(
-                    f"{name} of a part of a captured tensor: index all its dimensions at once, as in table[h, q]"
-                )
-        if not tiled_inputs:
-            if any(x in self.from_grad for x in node.all_input_nodes):
-                self.from_grad.add(node)
-            return self._append_call(node, name, overload, node.args, node.kwargs)
-        if _rank(node) > 0:
-            return self._linear_in_gradient(node, tiled_inputs)
-        if name in _SHAPE_ONLY:
-            name, overload, args, kwargs = "aten::alias", "", node.args[:1], {}
-        elif name == "aten::bucketize" and node.args[1] not in self.tiled:
-            args, kwargs = node.args, node.kwargs
-        elif torch.Tag.pointwise in op.tags or name in _ELEMENTWISE_WITHOUT_TAG:
-            args, kwargs = node.args, node.kwargs
-        else:
-            raise UnsupportedProgram(f"{name} is not elementwise: a mod sees one score, not a row of them")
-        self.tiled.add(node)
-        if any(x in self.from_grad for x in node.all_input_nodes):
-            self.from_grad.add(node)
-        self._append_call(node, name, overload, args, kwargs)
-
-    def _index(self, node: Node) -> None:
-        source, indices = node.args[0], list(node.args[1])
-        if not any(isinstance(i, Node) and i in self.tiled for i in [source, *indices]) and source not in self.rows:
-            return self._append_call(node, "aten::index", "Tensor", (source, indices))
-        if source in self.rows:
-            source, first = self.rows[source]
-            indices = first + indices
-        if source in self.tiled or any(i is None or _rank(i) > 0 for i in indices):
-            raise UnsupportedProgram("indexing that does not pick single elements of a captured tensor")
-        if _rank(node) > 0:
-            self.rows[node] = (source, indices)
-            return None
-        self.tiled.add(node)
-        return self._append_call(node, "aten::index", "Tensor", (source, indices))
-
-    def _scatter(self, node: Node) -> None:
-        shape, indices, values = node.args[0], list(node.args[1]), node.args[2]
-        if values in self.rows:  # a gradient that passed through a partial index
-            values, later = self.rows[values]
-            indices = indices + later
-        if values not in self.tiled or any(_rank(i) > 0 for i in indices):
-            raise UnsupportedProgram("the gradient of an index that does not pick single elements")
-        self.from_grad.add(node)
-        inner = [user for user in node.users if user.target == node.target]
-        if inner and len(inner) == len(node.users):
-            self.rows[node] = (values, indices)
-        else:
-            self._append_call(node, node.target._schema.name, node.target._overloadname, (shape, indices, values))
-
-    def _linear_in_gradient(self, node: Node, tiled_inputs: list[Node]) -> None:
-        """Reshaping a 0-d gradient into a capture's shape: summed over the scores first, as the op is linear."""
-        if len(tiled_inputs) != 1 or tiled_inputs[0] not in self.from_grad:
-            raise UnsupportedProgram(
-                f"{node.target._schema.name} makes a tensor of shape {tuple(node.meta['val'].shape)} of one score"
-            )
-        one_per_score = self.ids[tiled_inputs[0]]
-        self.steps.append(["sum", {"node": one_per_score}])
-        self.ids[tiled_inputs[0]] = len(self.steps) - 1
-        self._append_call(node, node.target._schema.name, node.target._overloadname, node.args, node.kwargs)
-        self.ids[tiled_inputs[0]] = one_per_score
-        self.from_grad.add(node)
-
-    def _literal(self, node: Node) -> Any:
-        value = self.module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        if not isinstance(value, Tensor):
-            raise UnsupportedProgram(f"a constant of type {type(value).__name__}")
-        if value.numel() > LARGEST_LITERAL:
-            raise UnsupportedProgram(f"a constant tensor of {value.numel()} elements inside the graph")
-        data = json.loads(json.dumps(value.tolist()), parse_constant=lambda text: {"float": text})
-        return ["literal", data, str(value.dtype).removeprefix("torch.")]
-
-    # ---- values -------------------------------------------------------------------------------------------------
-
-    def _returned(self, node: Node) -> Any:
-        for x in node.all_input_nodes:
-            if x in self.rows or (_rank(x) > 0 and self.grad_arg is None):
-                raise UnsupportedProgram(f"the mod returns a tensor of shape {tuple(x.meta['val'].shape)}, not one value")
-        if self.grad_arg is None:
-            return self._encode(node.args[0])
-        gradients = []
-        for position, x in enumerate(node.args[0]):
-            if position >= self.grad_arg and x in self.tiled:  # of a 0-d capture
-                self.steps.append(["sum", self._encode(x)])
-                gradients.append({"node": len(self.steps) - 1})
-            else:
-                gradients.append(self._encode(x))
-        return gradients
-
-    def _encode(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:
         if isinstance(value, Node):
             return {"node": self.ids[value]}
         if isinstance(value, (list, tuple)):
-            return [self._encode(x) for x in value]
-        if isinstance(value, dict):
-            return {k: self._encode(x) for k, x in value.items()}
+            return [self.encode(x) for x in value]
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
@@ -335,21 +192,23 @@ class _Builder:
             return value
         raise UnsupportedProgram(f"an argument of type {type(value).__name__}")
 
+    def _literal(self, node: Node) -> Any:
+        value: Any = self.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, Tensor):
+            raise UnsupportedProgram(f"a constant of type {type(value).__name__}")
+        if value.numel() > LARGEST_LITERAL:
+            raise UnsupportedProgram(f"a constant tensor of {value.numel()} elements inside the graph")
+        data = json.loads(json.dumps(value.tolist()), parse_constant=lambda text: {"float": text})
+        return ["literal", data, str(value.dtype).removeprefix("torch.")]
 
-def _rank(node: Any) -> int:
-    """Dimensions of a node's value in the traced graph (0 for numbers)."""
-    if not isinstance(node, Node):
-        return 0
-    if "val" not in node.meta:
-        raise UnsupportedProgram(f"node {node.name} was traced without shapes")
-    value = node.meta["val"]
-    return value.dim() if isinstance(value, Tensor) else 0
 
-
-def _used_nodes(module: GraphModule) -> set[Node]:
+def used_nodes(module: GraphModule) -> list[Node]:
+    """The graph's nodes in order, without those that nothing depends on; all placeholders."""
     used: set[Node] = set()
     for node in reversed(module.graph.nodes):
-        if node.op == "output" or node in used:
+        if node.op in ("output", "placeholder") or node in used:
             used.add(node)
             used.update(node.all_input_nodes)
-    return used
+    return [node for node in module.graph.nodes if node in used]

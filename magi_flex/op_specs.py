@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
@@ -21,10 +22,10 @@ from magi_flex.mask_plan import MaskPlan
 
 
 def split_captures(captures: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
-    """(order, tensors, ints): "t" and "i" in the captures' order."""
+    """(order, tensors, ints): "t" and "i" in the captures' order.  Captures may be a graph's nodes."""
     tensors, ints, order = [], [], ""
     for x in captures:
-        is_number = isinstance(x, (int, torch.SymInt))
+        is_number = isinstance(x.meta["val"] if isinstance(x, Node) else x, (int, torch.SymInt))
         order += "i" if is_number else "t"
         (ints if is_number else tensors).append(x)
     return order, tensors, ints
@@ -78,21 +79,23 @@ class MaskSpec:
         device: torch.device,
     ) -> MaskPlan:
         """The exact plan."""
-        from inductor_lowering.to_intervals import plan_from_lists, plan_from_program
+        from inductor_lowering.to_intervals import BlockRows, plan_from_lists, plan_with_report
 
-        lists: list[Tensor | None] = []
+        partial = full = None
         if self.lists:
             count = 4 if self.full_lists else 2
-            lists = [*tensors[:count], *[None] * (4 - count)]
-            tensors = tensors[count:]
+            lists, tensors = tensors[:count], tensors[count:]
             block_size, ints = (ints[0], ints[1]), ints[2:]
-        if self.program is None:
-            plan = MaskPlan(RowIntervals.full(q_len, kv_len, device))
-        else:
-            captures = join_captures(self.order, tensors, ints)
-            program = _program(self.program)
-            plan = plan_from_program(program, captures, batch, heads, q_len, kv_len, device)
-        return plan_from_lists(*lists, block_size, q_len, kv_len, plan) if self.lists else plan
+            if self.program is None:
+                return plan_from_lists(*lists, *[None] * (4 - count), block_size, q_len, kv_len)
+            partial = BlockRows.from_lists(lists[0], lists[1], block_size, q_len, kv_len)
+            if self.full_lists:
+                full = BlockRows.from_lists(lists[2], lists[3], block_size, q_len, kv_len)
+        elif self.program is None:
+            return MaskPlan(RowIntervals.full(q_len, kv_len, device))
+        captures = join_captures(self.order, tensors, ints)
+        program = _program(self.program)
+        return plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from magi_flex import plan_memo
 from magi_flex.kernels.layout import empty_in_order, in_order
-from magi_flex.kernels.request import AttentionRequest
+from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import MaskSpec, ScoreSpec
@@ -88,9 +88,54 @@ def _plan(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def expand_batch(x: Tensor, batch: int) -> Tensor:
+def _expand_batch(x: Tensor, batch: int) -> Tensor:
     """Keys and values may have batch size 1 for all queries."""
     return x if x.shape[0] == batch else x.expand(batch, *x.shape[1:])
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: MaskPlan,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    needs_backward: bool,
+    out_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
+    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    result = route(facts_of(request, needs_backward), backend).forward(request)
+    return in_order(result.out, out_order), result.lse, result.max_score
+
+
+def run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    plan: MaskPlan,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    v_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """(dq, dk, dv, gradients of the score mod's captures that want one, in order)."""
+    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
+    dk, dv = (
+        grad if grad.shape == x.shape else grad.sum(0, keepdim=True, dtype=stats_dtype(grad.dtype)).to(grad.dtype)
+        for grad, x in ((grads.dk, k), (grads.dv, v))
+    )
+    captured = [grad.contiguous() for grad in grads.captures if grad is not None]
+    return in_order(grads.dq, q_order), in_order(dk, k_order), in_order(dv, v_order), captured
 
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
@@ -110,13 +155,9 @@ def attention(
     needs_backward: bool,
     out_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_score) of AttentionOutput."""
     mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    score_program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
-    k, v = expand_batch(k, q.shape[0]), expand_batch(v, q.shape[0])
-    request = AttentionRequest(q, k, v, mask_plan, scale, score_program)
-    result = route(facts_of(request, needs_backward), backend).forward(request)
-    return in_order(result.out, out_order), result.lse, result.max_score
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
+    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order)
 
 
 @torch.library.register_fake("magi_flex::attention", lib=_library)
@@ -148,19 +189,12 @@ def attention_backward(
     k_order: Sequence[int],
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """(dq, dk, dv, gradients of the score mod's captures that want one, in order)."""
     mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    score_program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
-    wide_k, wide_v = expand_batch(k, q.shape[0]), expand_batch(v, q.shape[0])
-    request = AttentionRequest(q, wide_k, wide_v, mask_plan, scale, score_program)
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
-    dk, dv = (
-        grad if grad.shape == x.shape else grad.sum(0, keepdim=True, dtype=stats_dtype(grad.dtype)).to(grad.dtype)
-        for grad, x in ((grads.dk, k), (grads.dv, v))
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
+    return run_backward(
+        *(q, k, v, out, lse, d_out, d_lse, mask_plan, program, scale, backend),
+        *(q_order, k_order, v_order),
     )
-    captured = [grad.contiguous() for grad in grads.captures if grad is not None]
-    return in_order(grads.dq, q_order), in_order(dk, k_order), in_order(dv, v_order), captured
 
 
 @torch.library.register_fake("magi_flex::attention_backward", lib=_library)

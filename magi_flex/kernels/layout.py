@@ -35,7 +35,9 @@ def strides_for(shape: Sequence[int], order: Sequence[int]) -> list[int]:
     return strides
 
 
-def empty_in_order(like: Tensor, shape: Sequence[int], order: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+def empty_in_order(
+    like: Tensor, shape: Sequence[int], order: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
     """Uninitialised tensor of ``shape`` on ``like``'s device, dense in ``order``."""
     return like.new_empty_strided(list(shape), strides_for(shape, order), dtype=dtype or like.dtype)
 

@@ -107,9 +107,9 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """out ``[B, H, Q, E]`` in q's dtype (see ``wide_results``) and stride order; lse and max_score float32 ``[B, H, Q]``
-    (float64 for float64 inputs) in the log2 domain (natural values times log2(e)).  An empty row has out 0, lse -inf,
-    max_score -inf."""
+    """out ``[B, H, Q, E]`` in q's dtype (see ``wide_results``) and stride order; lse and max_score float32
+    ``[B, H, Q]`` (float64 for float64 inputs) in the log2 domain (natural values times log2(e)).  An empty row has
+    out 0, lse -inf, max_score -inf."""
 
     out: Tensor
     lse: Tensor
@@ -118,7 +118,7 @@ class AttentionOutput:
 
 @dataclass(frozen=True)
 class AttentionGradients:
-    """Gradients of q, k, v (their dtypes and stride orders) and of the score program's captures (None where not wanted)."""
+    """Gradients of q, k, v (their dtypes and stride orders) and of the score program's captures (None: not wanted)."""
 
     dq: Tensor
     dk: Tensor

@@ -272,7 +272,7 @@ def parts(request: AttentionRequest) -> Iterator[Part]:
 
 
 def product_of_nonzeros(weights: Tensor, x: Tensor) -> Tensor:
-    """``weights @ x`` where a weight of zero means that the pair does not attend: it hides even inf and NaN in ``x``."""
+    """``weights @ x``, where a weight of zero (a pair that does not attend) hides even inf and NaN in ``x``."""
     finite = x.isfinite()
     if bool(finite.all()):
         return weights @ x
