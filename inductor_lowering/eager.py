@@ -118,8 +118,9 @@ def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor) -> G
     known = _traced.setdefault(mod, {})
     key = (scalars, q.dtype, q.device, kinds)
     if key not in known:
-        index = torch.zeros((), dtype=torch.int32, device=q.device)
-        example = [index] * scalars if scalars == MASK_SCALARS else [q.new_zeros(()), *[index] * (scalars - 1)]
+        example = [torch.zeros((), dtype=torch.int32, device=q.device) for _ in range(scalars)]
+        if scalars == SCORE_SCALARS:
+            example[0] = q.new_zeros(())
         detached = [x.detach() if isinstance(x, Tensor) else x for x in captures]
         with torch.no_grad(), item_access_as_index():
             known[key] = make_fx(mod, tracing_mode="fake", _allow_non_fake_inputs=True)(*example, *detached)

@@ -17,11 +17,11 @@ from torch.fx import GraphModule, Node
 
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
-_PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
+PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
 } | {"sym_max": torch.sym_max, "sym_min": torch.sym_min}
-_PYTHON_NAMES = {f: name for name, f in _PYTHON_FUNCTIONS.items()}
+_PYTHON_NAMES = {f: name for name, f in PYTHON_FUNCTIONS.items()}
 
 
 class UnsupportedProgram(Exception):
@@ -122,7 +122,7 @@ class FxProgram:
             elif kind == "return":
                 return decode(step[1], dense=False)
             elif kind == "python":
-                values.append(_PYTHON_FUNCTIONS[step[1]](*decode(step[2])))
+                values.append(PYTHON_FUNCTIONS[step[1]](*decode(step[2])))
             elif kind == "literal":
                 values.append(torch.tensor(decode(step[1]), dtype=getattr(torch, step[2]), device=device))
             elif kind == "sum":
@@ -172,6 +172,8 @@ class ProgramBuilder:
         return len(self.steps) - 1
 
     def append_call(self, node: Node, op: torch._ops.OpOverload, args: Any, kwargs: Any = None) -> None:
+        if op is torch.ops.aten.detach_.default:  # how tracing leaves torch.tensor(number); it writes nothing
+            op = torch.ops.aten.detach.default
         encoded = {k: self.encode(x) for k, x in (kwargs or {}).items()}
         self.append(["call", op._schema.name, op._overloadname, self.encode(args), encoded], node)
 
