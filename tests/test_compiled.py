@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as stock
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import magi_flex
 from magi_flex import ops

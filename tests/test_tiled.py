@@ -45,8 +45,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, plan: MaskPlan, dense:
     result = KERNEL.forward(request)
     grads = KERNEL.backward(request, result.out, result.lse, d_out, d_lse)
     reference, same = (
-        dense_attention_with_gradients(q, k, v, d_out, d_lse, dense, dtype=dtype)
-        for dtype in (torch.float64, q.dtype)
+        dense_attention_with_gradients(q, k, v, d_out, d_lse, dense, dtype=dtype) for dtype in (torch.float64, q.dtype)
     )
     for name in ("out", "lse", "max_score"):
         assert_within_factor(getattr(result, name), getattr(same, name), getattr(reference, name), floor=1e-6)
