@@ -24,6 +24,7 @@ class CanonicalMaskMod:
         starts, ends: int32 ``[B, H, R, Q]``.
         kv_len: number of keys.
         bit_tiles: None, or bit tiles with ``cols``, ``slot`` and ``bits`` padded (more entries than are listed).
+        search_steps: steps of the binary search for a tile (0 without bit tiles).
     """
 
     def __init__(self, starts: Tensor, ends: Tensor, kv_len: int, bit_tiles: BitTiles | None = None) -> None:
@@ -31,6 +32,7 @@ class CanonicalMaskMod:
         self.ends = ends
         self.kv_len = kv_len
         self.bit_tiles = bit_tiles
+        self.search_steps = 0 if bit_tiles is None else (-(-kv_len // bit_tiles.kv_tile)).bit_length()
 
     @staticmethod
     def from_plan(plan: MaskPlan) -> CanonicalMaskMod:
@@ -79,7 +81,7 @@ class CanonicalMaskMod:
         row_tile, col = q_idx // bits.q_tile, kv_idx // bits.kv_tile
         low, end = bits.row_ptr[batch, head, row_tile], bits.row_ptr[batch, head, row_tile + 1]
         high = end
-        for _ in range((-(-self.kv_len // bits.kv_tile)).bit_length()):
+        for _ in range(self.search_steps):
             middle = (low + high) // 2
             before = (low < high) & (bits.cols[middle] < col)
             low, high = torch.where(before, middle + 1, low), torch.where(before, high, middle)
