@@ -40,6 +40,30 @@ def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[T
     return merged_starts, merged_ends
 
 
+def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys that a row has and the row before has not (``step`` 1), or the other way round (-1), as (row, begin, end).
+
+    Rows are those of all heads with one more a head, the empty one after the last; ascending.
+    """
+    pad = (1, 1)
+    starts = torch.nn.functional.pad(intervals.starts, pad, value=intervals.kv_len).flatten(0, 1).transpose(0, 1)
+    ends = torch.nn.functional.pad(intervals.ends, pad, value=0).flatten(0, 1).transpose(0, 1)
+    before = [x[..., :-1].flatten(1) for x in (starts, ends)]
+    here = [x[..., 1:].flatten(1) for x in (starts, ends)]
+    changed = ((before[0] != here[0]) | (before[1] != here[1])).any(0).nonzero().squeeze(1)
+    (own_starts, own_ends), (other_starts, other_ends) = (here, before)[::step]
+    own_starts, own_ends = own_starts[:, changed], own_ends[:, changed]
+    other_starts, other_ends = other_starts[:, changed], other_ends[:, changed]
+    # The other row's gaps: before its first interval, between two, after the last.
+    gap_begins = other_ends.masked_fill(other_ends <= other_starts, intervals.kv_len)
+    gap_begins = torch.nn.functional.pad(gap_begins, (0, 0, 1, 0), value=0)
+    gap_ends = torch.nn.functional.pad(other_starts, (0, 0, 0, 1), value=intervals.kv_len)
+    begins = torch.maximum(own_starts.T[:, :, None], gap_begins.T[:, None])
+    ends = torch.minimum(own_ends.T[:, :, None], gap_ends.T[:, None])
+    kept = ends > begins
+    return changed[kept.nonzero()[:, 0]], begins[kept], ends[kept]
+
+
 @dataclass(frozen=True)
 class RowIntervals:
     """Canonical key intervals of every query row (see :func:`canonicalize`).
@@ -184,6 +208,38 @@ class RowIntervals:
         starts = (self.starts.long() + offset).clamp(0, kv_len)
         ends = (self.ends.long() + offset).clamp(0, kv_len)
         return RowIntervals.build(starts, ends.masked_fill(empty, 0), kv_len)
+
+    def transpose(self, max_intervals: int) -> RowIntervals | None:
+        """The mask by columns: rows and keys change roles (reads the data).
+
+        None where some key would need more than ``max_intervals`` intervals of rows.
+        """
+        batch, heads, _, q_len = self.starts.shape
+        total_keys = batch * heads * self.kv_len
+        appear, vanish = (_changes(self, step) for step in (1, -1))
+        if sum(int((end - begin).sum()) for _, begin, end in (appear, vanish)) > 2 * max_intervals * total_keys:
+            return None
+        bounds = []
+        for (row, begin, end), unused in ((appear, q_len), (vanish, 0)):
+            size = (end - begin).long()
+            which = torch.repeat_interleave(torch.arange(len(size), device=row.device), size)
+            key = torch.arange(len(which), device=row.device) + (begin - size.cumsum(0) + size)[which]
+            row = row[which]
+            key += row // (q_len + 1) * self.kv_len
+            count = torch.bincount(key, minlength=total_keys)
+            slots = max(1, int(count.max())) if total_keys else 1
+            if slots > max_intervals:
+                return None
+            bound_YR = torch.full((total_keys, slots), unused, dtype=torch.int32, device=row.device)
+            if slots == 1:
+                slot = torch.zeros_like(key)
+            else:  # rows ascend, so a stable sort by key numbers the runs of each key
+                key, order = key.sort(stable=True)
+                row = row[order]
+                slot = torch.arange(len(key), device=row.device) - (count.cumsum(0) - count)[key]
+            bound_YR[key, slot] = (row % (q_len + 1)).to(torch.int32)
+            bounds.append(bound_YR.view(batch, heads, self.kv_len, slots).transpose(2, 3).contiguous())
+        return RowIntervals(bounds[0], bounds[1], q_len)
 
     # ---- sharding -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles, count_bits, pack_bits
 from magi_flex.intervals import RowIntervals
+from magi_flex.tiles import TilePlan, build_tile_plan
 
 __all__ = ["BitTiles", "MaskPlan", "MaskPlanBuilder"]
 
@@ -78,6 +79,10 @@ class MaskPlan:
         """Dense bool mask ``[B, H, Q, K]`` (for tests and small sizes)."""
         dense = self.intervals.to_dense()
         return dense if self.bit_tiles is None else dense | self.bit_tiles.to_dense(self.q_len, self.kv_len)
+
+    def tiles(self, q_tile: int, kv_tile: int, transposed: bool = False, ragged: bool = False) -> TilePlan:
+        """The runs of tiles that a kernel visits; see :func:`magi_flex.tiles.build_tile_plan`."""
+        return build_tile_plan(self, q_tile, kv_tile, transposed, ragged)
 
 
 class MaskPlanBuilder:
