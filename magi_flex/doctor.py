@@ -144,7 +144,7 @@ def _gpu() -> list[Check]:
     triton = _version("triton")
     checks.append(Check(topic, "triton", True if triton else None, triton or "not installed (comes with CUDA torch)"))
     fa4 = _version("flash-attn-4")
-    remedy = "" if fa4 else "pip install 'magi-flex[fa4]'"
+    remedy = "" if fa4 or not torch.cuda.is_available() else "pip install 'magi-flex[fa4]'"
     checks.append(Check(topic, "flash-attn-4", True if fa4 else None, fa4 or "not installed", remedy))
     nvcc = shutil.which("nvcc")
     checks.append(Check(topic, "nvcc", True if nvcc else None, nvcc or "not on PATH: the ffa kernels cannot be built"))
