@@ -9,10 +9,13 @@ K keys.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_NETWORK_SLOTS = 16
 
 
 def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -21,23 +24,61 @@ def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[T
     Canonical: sorted by start, disjoint, not adjacent, within [0, kv_len]; the unused ones come last and are stored
     as ``(kv_len, 0)``, so that the minimum of starts and the maximum of ends over rows need no emptiness check.
     """
-    starts = starts_BHRQ.to(torch.int32).clamp(0, kv_len)
-    ends = ends_BHRQ.to(torch.int32).clamp(0, kv_len)
+    starts = starts_BHRQ.clamp(0, kv_len).to(torch.int32)
+    ends = ends_BHRQ.clamp(0, kv_len).to(torch.int32)
     empty = ends <= starts
-    starts = starts.masked_fill(empty, kv_len)
-    ends = ends.masked_fill(empty, 0)
-    if starts.shape[2] == 1:
-        return starts, ends
-    starts, order = starts.sort(dim=2, stable=True)
-    ends = ends.gather(2, order)
-    reach = ends.cummax(dim=2).values
-    begins_group = torch.ones_like(starts, dtype=torch.bool)
-    begins_group[:, :, 1:] = starts[:, :, 1:] > reach[:, :, :-1]
-    begins_group &= ends > 0
-    slot = (begins_group.to(torch.int32).cumsum(2) - 1).clamp_(min=0)
-    merged_starts = torch.full_like(starts, kv_len).scatter_reduce_(2, slot, starts, "amin")
-    merged_ends = torch.zeros_like(ends).scatter_reduce_(2, slot, ends, "amax")
-    return merged_starts, merged_ends
+    slots = list(zip(starts.masked_fill(empty, kv_len).unbind(2), ends.masked_fill_(empty, 0).unbind(2), strict=True))
+    if len(slots) > 1:
+        _sort_by_start(slots)
+        _merge_sorted(slots, kv_len)
+        _sort_by_start(slots)
+    return torch.stack([s for s, _ in slots], 2), torch.stack([e for _, e in slots], 2)
+
+
+def _sort_by_start(slots: list[tuple[Tensor, Tensor]]) -> None:
+    """Order the (start, end) pairs of each row, in place: few slots by a sorting network (whole-tensor operations)."""
+    if len(slots) > _NETWORK_SLOTS:
+        starts, order = torch.stack([s for s, _ in slots], 2).sort(dim=2)
+        ends = torch.stack([e for _, e in slots], 2).gather(2, order)
+        slots[:] = zip(starts.unbind(2), ends.unbind(2), strict=True)
+        return
+    for i, j in _sorting_network(len(slots)):
+        (start_i, end_i), (start_j, end_j) = slots[i], slots[j]
+        swap = start_j < start_i
+        slots[i] = torch.minimum(start_i, start_j), torch.where(swap, end_j, end_i)
+        slots[j] = torch.maximum(start_i, start_j), torch.where(swap, end_i, end_j)
+
+
+@functools.cache
+def _sorting_network(size: int) -> tuple[tuple[int, int], ...]:
+    """Comparators of Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M)."""
+    comparators = []
+    largest = 1 << max(0, (size - 1).bit_length() - 1)
+    phase = largest
+    while phase:
+        block, offset, distance = largest, 0, phase
+        while True:
+            comparators += [(i, i + distance) for i in range(size - distance) if i & phase == offset]
+            if block == phase:
+                break
+            block, offset, distance = block // 2, phase, block - phase
+        phase //= 2
+    return tuple(comparators)
+
+
+def _merge_sorted(slots: list[tuple[Tensor, Tensor]], kv_len: int) -> None:
+    """Join what overlaps or touches, in place; the joined interval takes the slot of its first member."""
+    reach = [slots[0][1]]
+    begins = [slots[0][1] > 0]
+    for start, end in slots[1:]:
+        begins.append((start > reach[-1]) & (end > 0))
+        reach.append(torch.maximum(reach[-1], end))
+    joined_end = reach[-1]
+    for r in reversed(range(len(slots))):
+        own_end = joined_end
+        if r:
+            joined_end = torch.where(begins[r], reach[r - 1], joined_end)
+        slots[r] = slots[r][0].masked_fill(~begins[r], kv_len), own_end.masked_fill(~begins[r], 0)
 
 
 def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,16 +124,31 @@ class RowIntervals:
 
     @staticmethod
     def build(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> RowIntervals:
-        """From arbitrary (unsorted, overlapping, out of range) intervals."""
+        """From arbitrary (unsorted, overlapping, out of range) intervals, integer ``[B, H, R, Q]`` with R >= 1.
+
+        Raises ValueError for other shapes or dtypes, and for a kv_len outside of int32.
+        """
+        if starts_BHRQ.dim() != 4 or starts_BHRQ.shape != ends_BHRQ.shape or not starts_BHRQ.shape[2]:
+            raise ValueError(
+                f"starts, ends: are {list(starts_BHRQ.shape)} and {list(ends_BHRQ.shape)}; "
+                "give both as [batch, heads, intervals, rows] with at least one interval"
+            )
+        for name, bounds in (("starts", starts_BHRQ), ("ends", ends_BHRQ)):
+            if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
+                raise ValueError(f"{name}: is {bounds.dtype}; give integers")
+        if not 0 <= kv_len < 2**31:
+            raise ValueError(f"kv_len: is {kv_len}; give a number of keys from 0 to 2**31 - 1")
         return RowIntervals(*canonicalize(starts_BHRQ, ends_BHRQ, kv_len), kv_len)
 
     @staticmethod
     def full(q_len: int, kv_len: int, device: torch.device | str = "cpu") -> RowIntervals:
+        """Every row attends to every key; B, H and R are 1."""
         starts = torch.zeros(1, 1, 1, q_len, dtype=torch.int32, device=device)
         return RowIntervals.build(starts, starts + kv_len, kv_len)
 
     @staticmethod
     def empty(q_len: int, kv_len: int, device: torch.device | str = "cpu") -> RowIntervals:
+        """No row attends to any key; B, H and R are 1."""
         zeros = torch.zeros(1, 1, 1, q_len, dtype=torch.int32, device=device)
         return RowIntervals.build(zeros, zeros, kv_len)
 
@@ -172,20 +228,20 @@ class RowIntervals:
             raise ValueError(
                 f"other: has {other.q_len} x {other.kv_len} rows x keys, but {self.q_len} x {self.kv_len} is needed"
             )
-        batch = max(self.starts.shape[0], other.starts.shape[0])
-        heads = max(self.starts.shape[1], other.starts.shape[1])
-        pair = []
-        for x in (self, other):
-            shape = (batch, heads, x.max_intervals, x.q_len)
-            pair.append((x.starts.expand(shape), x.ends.expand(shape)))
-        return pair[0], pair[1]
+        batch, heads = (
+            theirs if mine == 1 else mine
+            for mine, theirs in zip(self.starts.shape[:2], other.starts.shape, strict=False)
+        )
+        one, two = self.expand(batch, heads), other.expand(batch, heads)
+        return (one.starts, one.ends), (two.starts, two.ends)
 
     def union(self, other: RowIntervals) -> RowIntervals:
+        """Row-wise union; R1 + R2 slots.  B and H broadcast."""
         (s0, e0), (s1, e1) = self._aligned(other)
         return RowIntervals.build(torch.cat((s0, s1), 2), torch.cat((e0, e1), 2), self.kv_len)
 
     def intersect(self, other: RowIntervals) -> RowIntervals:
-        """Row-wise intersection; at most R1 + R2 - 1 intervals a row."""
+        """Row-wise intersection; at most R1 + R2 - 1 intervals a row.  B and H broadcast."""
         (s0, e0), (s1, e1) = self._aligned(other)
         starts = torch.maximum(s0[:, :, :, None], s1[:, :, None]).flatten(2, 3)
         ends = torch.minimum(e0[:, :, :, None], e1[:, :, None]).flatten(2, 3)
@@ -194,6 +250,7 @@ class RowIntervals:
         return RowIntervals(starts[:, :, :most].contiguous(), ends[:, :, :most].contiguous(), self.kv_len)
 
     def complement(self) -> RowIntervals:
+        """The keys that each row does not attend to; R + 1 slots."""
         empty = self.ends <= self.starts
         ends = self.ends.masked_fill(empty, self.kv_len)
         edge = torch.zeros_like(self.starts[:, :, :1])
@@ -248,7 +305,10 @@ class RowIntervals:
         return RowIntervals(self.starts[..., rows].contiguous(), self.ends[..., rows].contiguous(), self.kv_len)
 
     def take_keys(self, keys: Tensor) -> RowIntervals:
-        """Keep the sorted, distinct ``keys`` and renumber them 0, 1, ...: each interval stays one interval."""
+        """Keep the sorted, distinct ``keys`` (not checked) and renumber them 0, 1, ...
+
+        Each interval stays one interval, because what is kept of it is consecutive among the kept keys.
+        """
         keys = keys.to(torch.int32)
         starts = torch.searchsorted(keys, self.starts.contiguous(), out_int32=True)
         ends = torch.searchsorted(keys, self.ends.contiguous(), out_int32=True)
