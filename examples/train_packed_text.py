@@ -111,7 +111,7 @@ class Progress:
         done = step + 1
         bar = "█" * (24 * done // self.steps)
         rate = "compiling" if step == 0 else f"{self.seq_len / seconds:7,.0f} tokens/s"
-        line = f"step {done:4d}/{self.steps} |{bar:<24}| loss {loss:.3f}  {batch.count:2d} documents  {rate}"
+        line = f"step {done:4d}/{self.steps} |{bar:<24}| loss {loss:.3f}  {batch.count:2d} docs  {rate}"
         last = done == self.steps
         if self.live:
             print(f"\r{line:<100}", end="\n" if last else "", flush=True)
@@ -149,8 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     magi_flex.enable()
 
-    mask = flex_mask(next(packed_batches(args.seq_len, args.seed)), torch.device(args.device))
-    print(magi_flex.explain(mask), end="\n\n")
+    first_mask = mods.document_causal(next(packed_batches(args.seq_len, args.seed)).documents)
+    call = {"heads": (args.q_heads, args.kv_heads), "head_dim": args.dim // args.q_heads, "device": args.device}
+    print(magi_flex.explain(first_mask, args.seq_len, args.seq_len, name="document_causal", **call), end="\n\n")
     ours = train(args, attend_flex, flex_mask, Progress(args))
     print(summary("magi_flex", ours, args.seq_len))
     if not args.compare_stock:

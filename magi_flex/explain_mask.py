@@ -85,9 +85,9 @@ class Explanation:
         plan, counts = self.plan, self.counts
         batch, heads, slots, _ = plan.starts.shape
         pairs = batch * heads * plan.q_len * plan.kv_len
-        shared = [f"{n} {what}" if n > 1 else f"any {one}" for n, what, one in _axes(batch, heads)]
+        which = [f"{n} {what}" for n, what in ((batch, "batch entries"), (heads, "heads")) if n > 1]
         lines = [
-            f"{self.name}: {plan.q_len:,} queries x {plan.kv_len:,} keys, {' and '.join(shared)}",
+            f"{self.name}: {plan.q_len:,} queries x {plan.kv_len:,} keys, {' x '.join(which) or 'one for all batch entries and heads'}",
             f"  intervals  {slots} slot{'s' * (slots > 1)} a row{self._bit_tile_text()}",
             f"  found by   {', '.join(self.report.rules) or self.report.path} ({_path_text(self.report.path)})",
         ]
@@ -225,10 +225,6 @@ def _name(mask: MaskMod | BlockMask | MaskPlan) -> str:
     if isinstance(mask, (BlockMask, MaskPlan)):
         return type(mask).__name__
     return getattr(mask, "__name__", type(mask).__name__)
-
-
-def _axes(batch: int, heads: int) -> tuple[tuple[int, str, str], tuple[int, str, str]]:
-    return (batch, "batch entries", "batch entry"), (heads, "heads", "head")
 
 
 def _path_text(path: str) -> str:

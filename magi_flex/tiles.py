@@ -101,10 +101,10 @@ def build_tile_plan(
         if size < 1:
             raise ValueError(f"{name}: is {size}; give at least 1")
     if ragged:
-        by_row = plan.intervals
+        by_row: RowIntervals | None = plan.intervals
         if transposed:
-            few = 4 * by_row.max_intervals
-            by_row = by_row.transpose(max_intervals=few) if plan.bit_tiles is None else None
+            few = 4 * plan.intervals.max_intervals
+            by_row = plan.intervals.transpose(max_intervals=few) if plan.bit_tiles is None else None
         if by_row is not None:
             height, step = (kv_tile, q_tile) if transposed else (q_tile, kv_tile)
             tiles = ragged_row_tiles(by_row, height, step)
