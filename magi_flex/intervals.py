@@ -156,20 +156,30 @@ class RowIntervals:
     def from_dense(mask_BHQK: Tensor) -> RowIntervals:
         """From a dense bool mask ``[B, H, Q, K]``; R is the largest number of runs in any row."""
         batch, heads, q_len, kv_len = mask_BHQK.shape
-        padded = torch.nn.functional.pad(mask_BHQK.to(torch.int8), (1, 1))
-        edge = padded.diff(dim=-1)
-        runs = max(1, int((edge == 1).sum(-1).max())) if edge.numel() else 1
-        shape = (batch, heads, q_len, runs)
+        edges = torch.nn.functional.pad(mask_BHQK.flatten(0, 2).to(torch.int8), (1, 1)).diff(dim=-1)
+        row, starts = (edges == 1).nonzero(as_tuple=True)
+        _, ends = (edges == -1).nonzero(as_tuple=True)
+        return RowIntervals.from_runs(row, starts, ends, (batch, heads, q_len), kv_len)
+
+    @staticmethod
+    def from_runs(
+        row: Tensor, starts: Tensor, ends: Tensor, shape_BHQ: tuple[int, int, int], kv_len: int
+    ) -> RowIntervals:
+        """From a flat list of intervals that are canonical in each row and sorted by row.
+
+        ``row`` is int64 ``[N]``, numbered over B, H and Q; ``starts`` and ``ends`` are integers ``[N]``.  R is the
+        largest number of intervals in any row.
+        """
+        batch, heads, q_len = shape_BHQ
+        total_rows = batch * heads * q_len
+        count = torch.bincount(row, minlength=total_rows)
+        slots = max(1, int(count.max())) if len(row) else 1
+        slot = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
         bounds = []
-        for kind, fill in ((1, kv_len), (-1, 0)):
-            where = (edge == kind).nonzero()
-            row = (where[:, 0] * heads + where[:, 1]) * q_len + where[:, 2]
-            count = torch.bincount(row, minlength=batch * heads * q_len)
-            first = count.cumsum(0) - count
-            slot = torch.arange(len(row), device=row.device) - first[row]
-            out = torch.full((batch * heads * q_len, runs), fill, dtype=torch.int32, device=mask_BHQK.device)
-            out[row, slot] = where[:, 3].to(torch.int32)
-            bounds.append(out.view(shape).transpose(2, 3).contiguous())
+        for values, unused in ((starts, kv_len), (ends, 0)):
+            bound = torch.full((total_rows, slots), unused, dtype=torch.int32, device=row.device)
+            bound[row, slot] = values.to(torch.int32)
+            bounds.append(bound.view(batch, heads, q_len, slots).transpose(2, 3).contiguous())
         return RowIntervals(bounds[0], bounds[1], kv_len)
 
     # ---- properties ---------------------------------------------------------------------------------------------
