@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles, count_bits, pack_bits
 from magi_flex.intervals import RowIntervals
+from magi_flex.tiles import TilePlan, build_tile_plan
 
 __all__ = ["BitTiles", "MaskPlan", "MaskPlanBuilder"]
 
@@ -79,6 +80,10 @@ class MaskPlan:
         dense = self.intervals.to_dense()
         return dense if self.bit_tiles is None else dense | self.bit_tiles.to_dense(self.q_len, self.kv_len)
 
+    def tiles(self, q_tile: int, kv_tile: int, transposed: bool = False, ragged: bool = False) -> TilePlan:
+        """The runs of tiles that a kernel visits; see :func:`magi_flex.tiles.build_tile_plan`."""
+        return build_tile_plan(self, q_tile, kv_tile, transposed, ragged)
+
 
 class MaskPlanBuilder:
     """A MaskPlan from dense rows that arrive in order, a few row tiles at a time, in O(plan) memory.
@@ -118,62 +123,107 @@ class MaskPlanBuilder:
         self._needs: list[tuple[Tensor, Tensor, Tensor]] = []  # row tiles held as runs: number, R, bytes as bits
         self._bits: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # row tile, col, is partial, bits of partial ones
 
-    def add_rows(self, mask_BHQK: Tensor) -> None:
-        """The next rows, bool ``[B, H, rows, kv_len]``."""
-        batch, heads, rows, kv_len = mask_BHQK.shape
+    def add_rows(self, mask_BHQK: Tensor, first_key: int = 0) -> None:
+        """The next rows, bool ``[B, H, rows, keys]``, of the keys from ``first_key`` on; no other key attends.
+
+        ``first_key`` is a multiple of ``kv_tile``, and so is the number of keys unless it reaches ``kv_len``.
+        """
+        batch, heads, rows, keys = mask_BHQK.shape
         left = self.q_len - self._rows_done
-        if (batch, heads, kv_len) != (self.batch, self.heads, self.kv_len) or rows > left:
+        if (batch, heads) != (self.batch, self.heads) or rows > left:
             raise ValueError(
-                f"mask: is {list(mask_BHQK.shape)}; "
-                f"[{self.batch}, {self.heads}, at most {left}, {self.kv_len}] is needed"
+                f"mask: is {list(mask_BHQK.shape)}; [{self.batch}, {self.heads}, at most {left}, keys] is needed"
             )
-        if rows % self.q_tile and rows != left:
-            raise ValueError(f"mask: has {rows} rows; give a multiple of {self.q_tile}, or the {left} that are left")
-        self._rows_done += rows
+        end = first_key + keys
+        if first_key % self.kv_tile or end > self.kv_len or (end % self.kv_tile and end != self.kv_len):
+            raise ValueError(
+                f"mask: has the keys from {first_key} to {end}; both must be multiples of {self.kv_tile}, or the end "
+                f"the last key, {self.kv_len}"
+            )
+        tiles, tile_T = self._next_row_tiles(rows)
         if not mask_BHQK.numel():
             return
-        tiles = -(-rows // self.q_tile)
-        padding = (0, self._col_tiles * self.kv_tile - kv_len, 0, tiles * self.q_tile - rows)
+        padding = (0, -keys % self.kv_tile, 0, tiles * self.q_tile - rows)
         padded = torch.nn.functional.pad(mask_BHQK, padding) if any(padding) else mask_BHQK
         words = pack_bits(padded).view(batch * heads, tiles, self.q_tile, -1)
-        first = (self._rows_done - rows) // self.q_tile
-        head = torch.arange(batch * heads, device=self.device)[:, None]
-        tile = torch.arange(first, first + tiles, device=self.device)
-        self._encode(words.flatten(0, 1), (head * self._row_tiles + tile).flatten())
+        self._encode(words.flatten(0, 1), tile_T, first_key // self.kv_tile)
 
-    def _encode(self, words_TQW: Tensor, tile_T: Tensor) -> None:
+    def add_intervals(self, intervals: RowIntervals) -> None:
+        """The next rows, in canonical form, with any number of intervals a row; B and H may be 1."""
+        if intervals.kv_len != self.kv_len:
+            raise ValueError(f"intervals: have {intervals.kv_len} keys; {self.kv_len} are needed")
+        intervals = intervals.expand(self.batch, self.heads)
+        tiles, tile_T = self._next_row_tiles(intervals.q_len)
+        if not tile_T.numel():
+            return
+        used_GQR = (intervals.ends > intervals.starts).flatten(0, 1).transpose(1, 2)
+        head, row, _ = used_GQR.nonzero(as_tuple=True)
+        starts = intervals.starts.flatten(0, 1).transpose(1, 2)[used_GQR]
+        ends = intervals.ends.flatten(0, 1).transpose(1, 2)[used_GQR]
+        tile = tile_T.view(-1, tiles)[head, row // self.q_tile]
+        self._runs.append((self._global_row(tile, row), starts, ends))
+        need_GQ = torch.nn.functional.pad(used_GQR.sum(2), (0, tiles * self.q_tile - intervals.q_len))
+        # Bytes as bits: the tiles in which a run begins or ends are about those that are partial.
+        cols = torch.cat((starts, ends - 1)).long() // self.kv_tile
+        cells = tile.repeat(2) * self._col_tiles + cols
+        partial_T = torch.bincount(cells.unique() // self._col_tiles, minlength=self._all_row_tiles)[tile_T]
+        bit_bytes_T = partial_T * (self.q_tile * self.kv_tile // 8 + 8)
+        self._needs.append((tile_T, need_GQ.unflatten(1, (tiles, self.q_tile)).amax(2).flatten(), bit_bytes_T))
+
+    def _next_row_tiles(self, rows: int) -> tuple[int, Tensor]:
+        """How many row tiles of each head ``rows`` more rows are, and their numbers over B, H and T."""
+        left = self.q_len - self._rows_done
+        if rows > left or (rows % self.q_tile and rows != left):
+            raise ValueError(f"mask: has {rows} rows; give a multiple of {self.q_tile}, or the {left} that are left")
+        tiles = -(-rows // self.q_tile)
+        head = torch.arange(self.batch * self.heads, device=self.device)[:, None] * self._row_tiles
+        tile = torch.arange(tiles, device=self.device) + self._rows_done // self.q_tile
+        self._rows_done += rows
+        return tiles, (head + tile).flatten()
+
+    @property
+    def _all_row_tiles(self) -> int:
+        return self.batch * self.heads * self._row_tiles
+
+    def _encode(self, words_TQW: Tensor, tile_T: Tensor, first_col: int) -> None:
         """Hold these row tiles as runs or as bits."""
         rises_TQW, falls_TQW = _edges(words_TQW)
         runs_TQ = count_bits(rises_TQW).sum(2, dtype=torch.int64)
         need_T = runs_TQ.amax(1)
-        full_TC, partial_TC = self._classify(words_TQW, tile_T)
+        full_TC, partial_TC = self._classify(words_TQW, tile_T, first_col)
         bit_bytes_T = self._bit_bytes(full_TC, partial_TC)
         as_runs_T = (need_T <= self.max_intervals) | (8 * runs_TQ.sum(1) <= bit_bytes_T)
         self._needs.append((tile_T[as_runs_T], need_T[as_runs_T], bit_bytes_T[as_runs_T]))
         row, starts = _positions(rises_TQW[as_runs_T].flatten(0, 1))
         _, ends = _positions(falls_TQW[as_runs_T].flatten(0, 1))
-        self._runs.append((self._global_row(tile_T[as_runs_T][row // self.q_tile], row), starts, ends))
-        self._hold_bits(words_TQW[~as_runs_T], tile_T[~as_runs_T], full_TC[~as_runs_T], partial_TC[~as_runs_T])
+        first_key = first_col * self.kv_tile
+        row = self._global_row(tile_T[as_runs_T][row // self.q_tile], row)
+        self._runs.append((row, starts + first_key, ends + first_key))
+        as_bits_T = ~as_runs_T
+        self._hold_bits(words_TQW[as_bits_T], tile_T[as_bits_T], full_TC[as_bits_T], partial_TC[as_bits_T], first_col)
 
     def _global_row(self, tile: Tensor, row: Tensor) -> Tensor:
         head, tile_in_head = tile // self._row_tiles, tile % self._row_tiles
         return head * self.q_len + tile_in_head * self.q_tile + row % self.q_tile
 
-    def _classify(self, words_TQW: Tensor, tile_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _classify(self, words_TQW: Tensor, tile_T: Tensor, first_col: int) -> tuple[Tensor, Tensor]:
         """Which tiles of each row tile are full (inside the lengths), and which partial."""
-        area_TC = count_bits(words_TQW).unflatten(2, (self._col_tiles, -1)).sum((1, 3), dtype=torch.int64)
+        cols = words_TQW.shape[2] * 32 // self.kv_tile
+        area_TC = count_bits(words_TQW).unflatten(2, (cols, -1)).sum((1, 3), dtype=torch.int64)
         rows_T = (self.q_len - tile_T % self._row_tiles * self.q_tile).clamp(max=self.q_tile)
-        keys_C = self.kv_len - torch.arange(self._col_tiles, device=self.device) * self.kv_tile
+        keys_C = self.kv_len - torch.arange(first_col, first_col + cols, device=self.device) * self.kv_tile
         full_TC = area_TC == rows_T[:, None] * keys_C.clamp(max=self.kv_tile)
         return full_TC, (area_TC > 0) & ~full_TC
 
     def _bit_bytes(self, full_TC: Tensor, partial_TC: Tensor) -> Tensor:
         return partial_TC.sum(1) * (self.q_tile * self.kv_tile // 8 + 8) + full_TC.sum(1) * 8
 
-    def _hold_bits(self, words_TQW: Tensor, tile_T: Tensor, full_TC: Tensor, partial_TC: Tensor) -> None:
+    def _hold_bits(
+        self, words_TQW: Tensor, tile_T: Tensor, full_TC: Tensor, partial_TC: Tensor, first_col: int
+    ) -> None:
         tile, col = (full_TC | partial_TC).nonzero(as_tuple=True)
-        words_TCQW = words_TQW.unflatten(2, (self._col_tiles, -1)).transpose(1, 2)
-        self._bits.append((tile_T[tile], col, partial_TC[tile, col], words_TCQW[partial_TC]))
+        words_TCQW = words_TQW.unflatten(2, (full_TC.shape[1], -1)).transpose(1, 2)
+        self._bits.append((tile_T[tile], col + first_col, partial_TC[tile, col], words_TCQW[partial_TC]))
 
     def finish(self) -> MaskPlan:
         """The plan of all rows."""
@@ -185,13 +235,15 @@ class MaskPlanBuilder:
         row, starts, ends = (torch.cat(parts) for parts in zip(*self._runs, strict=True))
         tile, need, bit_bytes = (torch.cat(parts) for parts in zip(*self._needs, strict=True))
         slots = self._choose_slots(need, bit_bytes)
-        to_bits = torch.zeros(self.batch * self.heads * self._row_tiles, dtype=torch.bool, device=self.device)
+        to_bits = torch.zeros(self._all_row_tiles, dtype=torch.bool, device=self.device)
         to_bits[tile[need > slots]] = True
         tile_of_run = row // self.q_len * self._row_tiles + row % self.q_len // self.q_tile
         moved = to_bits[tile_of_run]
         self._expand(tile_of_run[moved], row[moved], starts[moved], ends[moved])
-        intervals = self._to_intervals(row[~moved], starts[~moved], ends[~moved], slots)
-        return MaskPlan(intervals, self._to_bit_tiles())
+        row, order = row[~moved].sort(stable=True)
+        starts, ends = starts[~moved][order], ends[~moved][order]
+        shape = (self.batch, self.heads, self.q_len)
+        return MaskPlan(RowIntervals.from_runs(row, starts, ends, shape, self.kv_len), self._to_bit_tiles())
 
     def _choose_slots(self, need_T: Tensor, bit_bytes_T: Tensor) -> int:
         """R: of all that keep row tiles of up to ``max_intervals`` as intervals, the one with the smallest plan."""
@@ -220,29 +272,16 @@ class MaskPlanBuilder:
             steps_TQK[local_tile, local_row, starts[:runs]] = 1
             steps_TQK[local_tile, local_row, ends[:runs]] = -1  # runs of a row neither touch nor overlap
             words_TQW = pack_bits(steps_TQK.cumsum(2, dtype=torch.int8)[..., :width].to(torch.bool))
-            self._hold_bits(words_TQW, tiles_T, *self._classify(words_TQW, tiles_T))
+            self._hold_bits(words_TQW, tiles_T, *self._classify(words_TQW, tiles_T, 0), 0)
             row, starts, ends = row[runs:], starts[runs:], ends[runs:]
 
-    def _to_intervals(self, row: Tensor, starts: Tensor, ends: Tensor, slots: int) -> RowIntervals:
-        row, order = row.sort(stable=True)
-        starts, ends = starts[order], ends[order]
-        total_rows = self.batch * self.heads * self.q_len
-        count = torch.bincount(row, minlength=total_rows)
-        position = torch.arange(len(row), device=self.device) - (count.cumsum(0) - count)[row]
-        bounds = []
-        for values, unused in ((starts, self.kv_len), (ends, 0)):
-            out = torch.full((total_rows, slots), unused, dtype=torch.int32, device=self.device)
-            out[row, position] = values
-            bounds.append(out.view(self.batch, self.heads, self.q_len, slots).transpose(2, 3).contiguous())
-        return RowIntervals(bounds[0], bounds[1], self.kv_len)
-
     def _to_bit_tiles(self) -> BitTiles | None:
-        tile, col, partial = (torch.cat(parts) for parts in list(zip(*self._bits, strict=True))[:3])
-        if not tile.numel():
+        if not any(tile.numel() for tile, *_ in self._bits):
             return None
+        tile, col, partial = (torch.cat(parts) for parts in list(zip(*self._bits, strict=True))[:3])
         slot = torch.where(partial, partial.cumsum(0) - 1, -1)
         order = (tile * self._col_tiles + col).argsort()
-        counts = torch.bincount(tile, minlength=self.batch * self.heads * self._row_tiles)
+        counts = torch.bincount(tile, minlength=self._all_row_tiles)
         ptr = counts.cumsum(0).view(self.batch, self.heads, self._row_tiles)
         row_ptr = torch.cat(((ptr - counts.view_as(ptr))[..., :1], ptr), 2)
         return BitTiles(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_flex.bit_tiles import count_bits, pack_bits, unpack_bits
+from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
 from tests.cases.masks import MASKS, make_mask
 
@@ -126,10 +127,37 @@ def test_errors() -> None:
     builder = MaskPlanBuilder(1, 1, 200, 10, "cpu")
     with pytest.raises(ValueError, match="multiple of 128"):
         builder.add_rows(torch.zeros(1, 1, 100, 10, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"\[1, 1, at most 200, 10\] is needed"):
+    with pytest.raises(ValueError, match=r"\[1, 1, at most 200, keys\] is needed"):
+        builder.add_rows(torch.zeros(1, 2, 128, 10, dtype=torch.bool))
+    with pytest.raises(ValueError, match="keys from 0 to 11; both must be multiples of 128"):
         builder.add_rows(torch.zeros(1, 1, 128, 11, dtype=torch.bool))
+    with pytest.raises(ValueError, match="intervals: have 9 keys; 10 are needed"):
+        builder.add_intervals(RowIntervals.full(128, 9))
     builder.add_rows(torch.zeros(1, 1, 128, 10, dtype=torch.bool))
     with pytest.raises(ValueError, match="got 128 of 200 rows"):
         builder.finish()
     with pytest.raises(ValueError, match="max_intervals: is 0"):
         MaskPlanBuilder(1, 1, 200, 10, "cpu", max_intervals=0)
+
+
+@pytest.mark.parametrize("batch,heads", [(1, 1), (2, 3)])
+def test_builder_takes_intervals_and_narrow_bands(batch: int, heads: int) -> None:
+    q_len, kv_len = 500, 700
+    dense = random_runs(batch, heads, q_len, kv_len)
+    dense[:, :, 128:256, :256] = False
+    dense[:, :, 128:256, 384:] = False
+    dense[:, :, 256:384] = dense[:1, :1, 256:384]  # shared by all heads
+    builder = MaskPlanBuilder(batch, heads, q_len, kv_len, "cpu")
+    builder.add_intervals(RowIntervals.from_dense(dense[:, :, :128]))
+    builder.add_rows(dense[:, :, 128:256, 256:384], first_key=256)
+    builder.add_intervals(RowIntervals.from_dense(dense[:1, :1, 256:384]))
+    builder.add_rows(dense[:, :, 384:, :])
+    assert torch.equal(builder.finish().to_dense(), dense)
+
+
+def random_runs(batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """Rows with few and with many runs."""
+    generator = torch.Generator().manual_seed(0)
+    flips = torch.rand(batch, heads, q_len, kv_len, generator=generator)
+    rate = torch.linspace(0, 0.1, q_len)[:, None]
+    return (flips < rate).cumsum(3) % 2 == 1

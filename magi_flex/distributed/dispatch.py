@@ -159,10 +159,8 @@ def _row_areas(mask: RowIntervals, rows: slice) -> Tensor:
 
 
 def chunk_areas(mask: RowIntervals, chunk_size: int, first_chunk: int = 0, last_chunk: int | None = None) -> Tensor:
-    """Attended pairs of chunks ``first_chunk`` to ``last_chunk`` (default: all) of ``chunk_size`` rows, float64 ``[C]``.
-
-    The mean over the mask's batch and heads.
-    """
+    """Attended pairs of chunks ``first_chunk`` to ``last_chunk`` (default: all) of ``chunk_size`` rows, float64
+    ``[C]``; the mean over the mask's batch and heads."""
     chunks = -(-mask.q_len // chunk_size)
     last_chunk = chunks if last_chunk is None else last_chunk
     out = torch.zeros(max(0, last_chunk - first_chunk), dtype=torch.float64)

@@ -64,13 +64,12 @@ class KeyRanges:
         return before[self.ptr].diff()
 
 
-def rank_ranges(mask: RowIntervals, row_ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """(begin, end), int64: the keys that any of the rows attends to for any batch entry and head.
+def _joined_intervals(mask: RowIntervals, row_ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """(begin, end), int32: intervals of the rows, neighbouring rows joined where their intervals overlap or touch.
 
-    Neighbouring rows whose intervals overlap or touch are joined first, so that what is sorted is a few ranges per
-    document instead of one per row.
+    What is left to sort is a few ranges per document instead of one per row.
     """
-    empty = torch.zeros(0, dtype=torch.int64)
+    empty = torch.zeros(0, dtype=torch.int32)
     if not row_ranges:
         return empty, empty
     starts = torch.cat([mask.starts[..., b:e] for b, e in row_ranges], -1).flatten(0, 2).cpu()
@@ -79,27 +78,33 @@ def rank_ranges(mask: RowIntervals, row_ranges: Sequence[tuple[int, int]]) -> tu
     first[:, 1:] = (starts[:, 1:] > ends[:, :-1]) | (ends[:, 1:] < starts[:, :-1])  # an empty slot is (kv_len, 0)
     group = first.view(-1).cumsum(0, dtype=torch.int32).sub_(1).long()
     groups = int(group[-1]) + 1
-    low = torch.full((groups,), mask.kv_len, dtype=torch.int32).scatter_reduce_(0, group, starts.view(-1), "amin")
-    high = torch.zeros(groups, dtype=torch.int32).scatter_reduce_(0, group, ends.view(-1), "amax")
-    keep = high > low
-    low, high = low[keep].long(), high[keep].long()
-    if len(low) == 0:
-        return empty, empty
-    joined = KeyRanges.union(mask.kv_len, 1, torch.zeros_like(low), low, high)
-    return joined.begin, joined.end
+    begin = torch.full((groups,), mask.kv_len, dtype=torch.int32).scatter_reduce_(0, group, starts.view(-1), "amin")
+    end = torch.zeros(groups, dtype=torch.int32).scatter_reduce_(0, group, ends.view(-1), "amax")
+    return begin, end
 
 
-def needed_ranges(mask: RowIntervals, q_dispatch: Dispatch) -> KeyRanges:
-    """The keys that each rank's rows attend to, its own ones included."""
-    parts = [rank_ranges(mask, q_dispatch.ranges(rank)) for rank in range(q_dispatch.ranks)]
-    return stack_ranges(mask.kv_len, parts)
+def needed_ranges(mask: RowIntervals, q_dispatch: Dispatch, ranks: Sequence[int] | None = None) -> KeyRanges:
+    """The keys that each rank's rows attend to for any batch entry and head, its own keys included.
+
+    Units are the ranks, or those named in ``ranks``: solved in parts, :func:`stack_ranges` puts them together.
+    """
+    ranks = range(q_dispatch.ranks) if ranks is None else ranks
+    parts = [_joined_intervals(mask, q_dispatch.ranges(rank)) for rank in ranks]
+    begin = torch.cat([begin for begin, _ in parts]).long()
+    end = torch.cat([end for _, end in parts]).long()
+    unit = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(begin) for begin, _ in parts]))
+    keep = end > begin
+    return KeyRanges.union(mask.kv_len, len(parts), unit[keep], begin[keep], end[keep])
 
 
-def stack_ranges(kv_len: int, parts: Sequence[tuple[Tensor, Tensor]]) -> KeyRanges:
-    """From (begin, end) of each unit, already ascending, disjoint and not adjacent."""
-    counts = torch.tensor([0] + [len(begin) for begin, _ in parts])
+def stack_ranges(parts: Sequence[KeyRanges]) -> KeyRanges:
+    """All units of the parts, one after the other."""
+    counts = torch.cat([part.ptr.diff() for part in parts])
     return KeyRanges(
-        kv_len, counts.cumsum(0), torch.cat([begin for begin, _ in parts]), torch.cat([end for _, end in parts])
+        parts[0].kv_len,
+        torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+        torch.cat([part.begin for part in parts]),
+        torch.cat([part.end for part in parts]),
     )
 
 

@@ -20,7 +20,7 @@ from magi_flex.distributed.dispatch import (
 )
 from magi_flex.distributed.exchange_plan import ExchangePlan, build_exchange_plan
 from magi_flex.distributed.group_plan import GroupPlan
-from magi_flex.distributed.key_ranges import needed_ranges, rank_ranges, stack_ranges
+from magi_flex.distributed.key_ranges import needed_ranges, stack_ranges
 from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
 from tests.cases.masks import MASKS, make_mask
@@ -142,7 +142,7 @@ def test_ranges_of_a_rank_do_not_depend_on_the_others() -> None:
     mask = document_mask(draw_document_lengths(1 << 16, 0))
     dispatch = solve_dispatch([mask], even_row_counts(1 << 16, 16))
     whole = needed_ranges(mask, dispatch)
-    parts = stack_ranges(mask.kv_len, [rank_ranges(mask, dispatch.ranges(rank)) for rank in range(16)])
+    parts = stack_ranges([needed_ranges(mask, dispatch, [rank]) for rank in range(16)])
     for name in ("ptr", "begin", "end"):
         assert torch.equal(getattr(whole, name), getattr(parts, name))
 
@@ -174,7 +174,7 @@ def test_planning_4m_tokens_over_512_ranks() -> None:
     def part() -> None:
         chunk_areas(mask, 128, 0, length // 128 // ranks)
         dispatch = solve_dispatch([mask], counts, 128, area_MC=area_MC)
-        rank_ranges(mask, dispatch.ranges(rank))
+        needed_ranges(mask, dispatch, [rank])
         plan = build_exchange_plan(mask, dispatch, dispatch, rank, needed, 4, 8)
         assert plan.nbytes < 64 * (len(plan.rows) + len(plan.keys) + sum(len(s.keys) for s in plan.stages)) + (1 << 20)
 

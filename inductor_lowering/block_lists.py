@@ -1,0 +1,89 @@
+"""A BlockMask's lists as key intervals of query blocks.
+
+Stock semantics: a pair attends iff its block is listed as full, or its block is listed as partial and mask_mod holds.
+
+Shape legend: B batch, H heads (1 = shared), N query blocks, M key blocks, L list entries, R intervals, Q query rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_flex.intervals import RowIntervals
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Key intervals that are the same for all ``q_block`` rows of a query block.
+
+    Attributes:
+        blocks: intervals in keys, a "row" being a query block.
+        q_block: rows of a query block.
+        q_len: rows in all; the last block may have fewer.
+    """
+
+    blocks: RowIntervals
+    q_block: int
+    q_len: int
+
+    @staticmethod
+    def from_lists(
+        num_blocks_BHN: Tensor, indices_BHNL: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int
+    ) -> BlockRows:
+        """From one of a BlockMask's pairs of lists.  Blocks outside of the lengths have no pairs and are dropped.
+
+        Raises ValueError where the shapes do not belong together or the lists have too few rows for ``q_len``.
+        """
+        if num_blocks_BHN.shape != indices_BHNL.shape[:-1] or num_blocks_BHN.dim() > 3:
+            raise ValueError(
+                f"kv_num_blocks: is {list(num_blocks_BHN.shape)} beside kv_indices {list(indices_BHNL.shape)}; "
+                "[B, H, query blocks] and [B, H, query blocks, list entries] are needed"
+            )
+        while indices_BHNL.dim() < 4:
+            num_blocks_BHN, indices_BHNL = num_blocks_BHN[None], indices_BHNL[None]
+        q_block, kv_block = block_size
+        rows, columns = -(-q_len // q_block), -(-kv_len // kv_block)
+        if num_blocks_BHN.shape[2] < rows:
+            raise ValueError(
+                f"kv_num_blocks: has {num_blocks_BHN.shape[2]} query blocks of {q_block} rows, but q_len is {q_len}; "
+                f"{rows} are needed"
+            )
+        num_blocks_BHN, indices_BHNL = num_blocks_BHN[:, :, :rows], indices_BHNL[:, :, :rows].long()
+        entry_L = torch.arange(indices_BHNL.shape[3], device=indices_BHNL.device)
+        listed = (entry_L < num_blocks_BHN[..., None]) & (indices_BHNL >= 0) & (indices_BHNL < columns)
+        target = torch.where(listed, indices_BHNL, columns)
+        dense_BHNM = torch.zeros(*target.shape[:3], columns + 1, dtype=torch.bool, device=target.device)
+        dense_BHNM.scatter_(3, target, True)
+        runs = RowIntervals.from_dense(dense_BHNM[..., :columns])
+        return BlockRows(
+            RowIntervals.build(runs.starts.long() * kv_block, runs.ends.long() * kv_block, kv_len), q_block, q_len
+        )
+
+    @staticmethod
+    def full(q_len: int, kv_len: int, device: torch.device | str) -> BlockRows:
+        """Every pair."""
+        return BlockRows(RowIntervals.full(1 if q_len else 0, kv_len, device), max(1, q_len), q_len)
+
+    @property
+    def batch(self) -> int:
+        return self.blocks.starts.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.blocks.starts.shape[1]
+
+    @property
+    def is_full(self) -> bool:
+        return bool((self.blocks.row_area() == self.blocks.kv_len).all())
+
+    @property
+    def is_empty(self) -> bool:
+        return not bool((self.blocks.ends > self.blocks.starts).any())
+
+    def rows(self, begin: int, end: int) -> RowIntervals:
+        """The intervals of rows [begin, end), only as many slots as these rows need."""
+        block_Q = torch.arange(begin, end, device=self.blocks.starts.device) // self.q_block
+        return self.blocks.take_rows(block_Q).trim()

@@ -1,0 +1,122 @@
+"""Recognising the canonical mask_mod in a program: its captures are the plan already.
+
+Two programs are the same mask if they compute the same expression, whatever the order of their steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_lowering.capture import trace_mask_mod
+from magi_flex.bit_tiles import BitTiles
+from magi_flex.canonical_mask import CanonicalMaskMod
+from magi_flex.fx_program import FxProgram
+from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
+
+_IGNORED_OPTIONS = {"layout", "device", "pin_memory"}
+
+
+@dataclass(frozen=True)
+class CanonicalCaptures:
+    """Which captures (positions among the program's captures) are the plan's tensors."""
+
+    starts: int
+    ends: int
+    row_ptr: int | None = None
+    cols: int | None = None
+    slot: int | None = None
+    bits: int | None = None
+
+    def plan(self, captures: Sequence[Any], kv_len: int) -> MaskPlan:
+        """The plan that these captures are."""
+        intervals = RowIntervals(captures[self.starts], captures[self.ends], kv_len)
+        if self.row_ptr is None or self.cols is None or self.slot is None or self.bits is None:
+            return MaskPlan(intervals)
+        q_tile, kv_tile = MaskPlanBuilder.q_tile, MaskPlanBuilder.kv_tile
+        tensors = (captures[i] for i in (self.row_ptr, self.cols, self.slot, self.bits))
+        return MaskPlan(intervals, BitTiles(q_tile, kv_tile, *tensors))
+
+
+def find_canonical(program: FxProgram, captures: Sequence[Any]) -> CanonicalCaptures | None:
+    """The roles of ``captures`` if ``program`` is a CanonicalMaskMod, else None.
+
+    Only shapes of captures are looked at, so fake tensors will do; other captures that the program does not use (sizes
+    in graphs with dynamic shapes) do not matter.
+    """
+    expression, used = _expression(program)
+    if len(used) not in (2, 6) or not all(isinstance(captures[i], Tensor) for i in used):
+        return None
+    starts, ends = (captures[i] for i in used[:2])
+    if starts.dim() != 4 or starts.shape != ends.shape or starts.dtype != torch.int32 or ends.dtype != torch.int32:
+        return None
+    slots = starts.shape[2]
+    if not isinstance(slots, int):
+        return None
+    # Each step of the search for a bit tile is two selections, the last one a single one.
+    selections = sum(entry[0] == "aten::where" for entry in expression)
+    searches = (selections + 1) // 2 if len(used) == 6 else -1
+    # A shared dimension has size 1 also in graphs with dynamic shapes; symbolic sizes must not be compared here.
+    shared = [isinstance(size, int) and size == 1 for size in starts.shape[:2]]
+    return CanonicalCaptures(*used) if expression == _template(*shared, slots, searches) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _template(one_batch: bool, one_head: bool, slots: int, searches: int) -> tuple[Any, ...]:
+    """The expression of a CanonicalMaskMod; ``searches`` is -1 without bit tiles."""
+    starts = torch.empty(1 if one_batch else 2, 1 if one_head else 2, slots, 1, dtype=torch.int32)
+    bits = None
+    if searches >= 0:
+        q_tile, kv_tile = MaskPlanBuilder.q_tile, MaskPlanBuilder.kv_tile
+        row_ptr, cols, slot = (torch.empty(size, dtype=torch.int32) for size in ((*starts.shape[:2], 2), 1, 1))
+        bits = BitTiles(q_tile, kv_tile, row_ptr, cols, slot, torch.empty(1, q_tile, kv_tile // 32, dtype=torch.int32))
+    mask_mod = CanonicalMaskMod(starts, torch.empty_like(starts), 1, bits)
+    mask_mod.search_steps = max(0, searches)
+    return _expression(trace_mask_mod(mask_mod)[0])[0]
+
+
+def _expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
+    """The result as a list of distinct operations, operands first, and the captures in the order of their first use."""
+    argument_of = {at: n for n, at in enumerate(i for i, step in enumerate(program.steps) if step[0] == "arg")}
+    entries: dict[Any, int] = {}
+    used: list[int] = []
+    seen: dict[int, int] = {}
+
+    def visit(at: int) -> int:
+        if at not in seen:
+            entry = _argument(argument_of[at], used) if at in argument_of else _call(program.steps[at], operand)
+            seen[at] = entries.setdefault(entry, len(entries))
+        return seen[at]
+
+    def operand(x: Any) -> Any:
+        if isinstance(x, dict):
+            return ("entry", visit(x["node"])) if "node" in x else tuple(sorted(x.items()))
+        return tuple(operand(y) for y in x) if isinstance(x, list) else x
+
+    result = operand(program.steps[-1][1])
+    return (*entries, ("return", result[0] if isinstance(result[0], tuple) else result)), used
+
+
+def _argument(number: int, used: list[int]) -> tuple[Any, ...]:
+    if number < 4:
+        return ("index", number)
+    if number - 4 not in used:
+        used.append(number - 4)
+    return ("capture", used.index(number - 4))
+
+
+def _call(step: Any, operand: Any) -> tuple[Any, ...]:
+    _, name, overload, args, kwargs = step
+    options = tuple((k, operand(v)) for k, v in sorted(kwargs.items()) if k not in _IGNORED_OPTIONS)
+    operands = operand(args)
+    if name == "aten::floor_divide":  # compiled graphs have the decomposed form of these two
+        name, overload, options = "aten::div", "Tensor_mode", (("rounding_mode", "floor"),)
+    elif name == "aten::clamp" and len(operands) == 2:
+        name = "aten::clamp_min"
+    return (name, overload, operands, options)

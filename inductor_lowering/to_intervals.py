@@ -1,0 +1,224 @@
+"""From a mask to its plan: any mask_mod, program or BlockMask becomes an exact MaskPlan.
+
+Shape legend: B batch, H query heads, Q query rows, K keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from inductor_lowering.block_lists import BlockRows
+from inductor_lowering.capture import MaskMod, trace_mask_mod
+from inductor_lowering.mask_program import MaskProgram
+from inductor_lowering.stream import stream_rows
+from magi_flex.bit_tiles import BitTiles, unpack_bits
+from magi_flex.fx_program import FxProgram
+from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
+
+ROWS_AT_ONCE = 1 << 15  # a multiple of the builder's row tile
+logger = logging.getLogger("magi_flex")
+
+
+@dataclass
+class PlanReport:
+    """How a mask was solved.
+
+    Attributes:
+        path: "symbolic" (time grows with tokens) or "stream" (the mask was evaluated pair by pair somewhere).
+        rules: the rules that applied, each once, in order.
+        reasons: why rows had to be streamed; empty on the symbolic path.
+    """
+
+    path: str = "symbolic"
+    rules: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def used(self, rule: str) -> None:
+        if rule not in self.rules:
+            self.rules.append(rule)
+
+    def streamed(self, reason: str) -> None:
+        self.path = "stream"
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+
+def plan_from_program(
+    program: FxProgram,
+    captures: Sequence[Any],
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str = "cpu",
+) -> MaskPlan:
+    """The exact plan of a mask's program ``(b, h, q, k, *captures) -> bool``.
+
+    The plan's B (H) is 1 where the mask does not depend on b (h), else ``batch`` (``heads``).
+    Raises UnsupportedMask where the program is no mask over single pairs.
+    """
+    return plan_with_report(program, captures, batch, heads, q_len, kv_len, device)[0]
+
+
+def plan_from_mask_mod(
+    mask_mod: MaskMod, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu"
+) -> MaskPlan:
+    """The exact plan of ``mask_mod(b, h, q_idx, kv_idx)``, which is traced, never called on numbers."""
+    program, captures = trace_mask_mod(mask_mod, device)
+    return plan_from_program(program, captures, batch, heads, q_len, kv_len, device)
+
+
+def plan_from_block_mask(
+    block_mask: BlockMask,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+) -> MaskPlan:
+    """The exact plan of a BlockMask of any origin, with stock semantics: its lists AND its mask_mod.
+
+    ``batch`` and ``heads`` are what the query has; they default to what the lists have.  A mask_mod is asked about
+    every batch entry and head even where the lists are shared, as stock kernels do.  The lengths default to the
+    mask's own, but not beyond the rows that the lists cover.
+    Raises ValueError for sizes that do not fit, UnsupportedMask as plan_from_program does.
+    """
+    return block_mask_plan_with_report(block_mask, batch, heads, q_len, kv_len)[0]
+
+
+def block_mask_plan_with_report(
+    block_mask: BlockMask,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+) -> tuple[MaskPlan, PlanReport]:
+    """As plan_from_block_mask, and how the plan was found."""
+    lists = block_mask.kv_num_blocks
+    list_batch, list_heads = (1, 1, *lists.shape[:-1])[-2:]
+    batch, heads = list_batch if batch is None else batch, list_heads if heads is None else heads
+    for name, got, wanted in (("batch", list_batch, batch), ("heads", list_heads, heads)):
+        if got not in (1, wanted):
+            raise ValueError(
+                f"block_mask: was made for {name} {got}, but {name} is {wanted}; a mask for 1 or {wanted} is needed"
+            )
+    q_block, kv_block = block_mask.BLOCK_SIZE
+    if q_len is None:
+        q_len = min(block_mask.seq_lengths[0], lists.shape[-1] * q_block)
+    kv_len = block_mask.seq_lengths[1] if kv_len is None else kv_len
+    partial = BlockRows.from_lists(lists, block_mask.kv_indices, (q_block, kv_block), q_len, kv_len)
+    full = None
+    if block_mask.full_kv_num_blocks is not None:
+        full = BlockRows.from_lists(
+            block_mask.full_kv_num_blocks, block_mask.full_kv_indices, (q_block, kv_block), q_len, kv_len
+        )
+    program, captures = trace_mask_mod(block_mask.mask_mod, lists.device)
+    return plan_with_report(program, captures, batch, heads, q_len, kv_len, lists.device, partial, full)
+
+
+def plan_from_lists(
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+    full_kv_num_blocks: Tensor | None,
+    full_kv_indices: Tensor | None,
+    block_size: tuple[int, int],
+    q_len: int,
+    kv_len: int,
+    mask_plan: MaskPlan | None = None,
+) -> MaskPlan:
+    """The plan of block lists, with ``mask_plan`` deciding inside the partial blocks (None: every pair attends)."""
+    partial = BlockRows.from_lists(kv_num_blocks, kv_indices, block_size, q_len, kv_len)
+    full = None
+    if full_kv_num_blocks is not None:
+        full = BlockRows.from_lists(full_kv_num_blocks, full_kv_indices, block_size, q_len, kv_len)
+    if mask_plan is not None and (mask_plan.q_len, mask_plan.kv_len) != (q_len, kv_len):
+        raise ValueError(
+            f"mask_plan: is for {mask_plan.q_len} x {mask_plan.kv_len} rows x keys, but the lists are for "
+            f"{q_len} x {kv_len}; give both the same lengths"
+        )
+    shapes = [(x.batch, x.heads) for x in (partial, full) if x is not None]
+    if mask_plan is not None:
+        shapes.append(tuple(mask_plan.starts.shape[:2]))
+    builder = MaskPlanBuilder(max(b for b, _ in shapes), max(h for _, h in shapes), q_len, kv_len, kv_indices.device)
+    for begin in range(0, q_len, ROWS_AT_ONCE):
+        end = min(q_len, begin + ROWS_AT_ONCE)
+        domain, always = partial.rows(begin, end), full.rows(begin, end) if full is not None else None
+        if mask_plan is None:
+            builder.add_intervals(domain if always is None else domain.union(always))
+        elif mask_plan.bit_tiles is None:
+            inside = domain.intersect(mask_plan.intervals.take_rows(slice(begin, end)))
+            builder.add_intervals(inside if always is None else inside.union(always))
+        else:
+            stream_rows(builder, lambda rows, keys: mask_plan_tile(mask_plan, rows, keys), domain, always, begin)
+    return builder.finish()
+
+
+def plan_with_report(
+    program: FxProgram,
+    captures: Sequence[Any],
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str = "cpu",
+    domain: BlockRows | None = None,
+    always: BlockRows | None = None,
+) -> tuple[MaskPlan, PlanReport]:
+    """The plan of (domain AND program) OR always, and how it was found."""
+    mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
+    report = PlanReport()
+    depends = mask.steps[mask.result].depends
+    regions = [x for x in (domain, always) if x is not None]
+    plan_batch = max([batch if "b" in depends else 1, *(x.batch for x in regions)])
+    plan_heads = max([heads if "h" in depends else 1, *(x.heads for x in regions)])
+    domain = domain or BlockRows.full(q_len, kv_len, device)
+    builder = MaskPlanBuilder(plan_batch, plan_heads, q_len, kv_len, device)
+    report.streamed("everything is streamed")
+    for begin in range(0, q_len, ROWS_AT_ONCE):
+        end = min(q_len, begin + ROWS_AT_ONCE)
+        stream_rows(
+            builder,
+            lambda rows, keys: mask.tile_value(mask.result, rows, keys),
+            domain.rows(begin, end),
+            None if always is None else always.rows(begin, end),
+            begin,
+        )
+    logger.debug("mask plan: %s; rules: %s; reasons: %s", report.path, report.rules, report.reasons)
+    return builder.finish(), report
+
+
+def mask_plan_tile(plan: MaskPlan, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """A plan's dense mask on a tile, bool ``[B, H, rows, keys]``."""
+    part = plan.intervals.take_rows(slice(*rows))
+    starts, ends = (x.clamp(*keys) - keys[0] for x in (part.starts, part.ends))
+    dense = RowIntervals(starts, ends, keys[1] - keys[0]).to_dense()
+    bits = plan.bit_tiles
+    if bits is None:
+        return dense
+    q_tile, kv_tile = bits.q_tile, bits.kv_tile
+    for b in range(dense.shape[0]):
+        for h in range(dense.shape[1]):
+            for tile in range(rows[0] // q_tile, -(-rows[1] // q_tile)):
+                first, last = bits.row_ptr[b, h, tile : tile + 2].tolist()
+                for col, slot in zip(bits.cols[first:last].tolist(), bits.slot[first:last].tolist(), strict=True):
+                    _paste(dense[b, h], bits, (tile * q_tile, col * kv_tile), slot, (rows[0], keys[0]))
+    return dense
+
+
+def _paste(dense_QK: Tensor, bits: BitTiles, corner: tuple[int, int], slot: int, origin: tuple[int, int]) -> None:
+    """Write one bit tile, whose first pair is ``corner``, into a dense mask whose first pair is ``origin``."""
+    row, key = corner[0] - origin[0], corner[1] - origin[1]
+    row_from, key_from = max(0, -row), max(0, -key)
+    target = dense_QK[max(0, row) : max(0, row + bits.q_tile), max(0, key) : max(0, key + bits.kv_tile)]
+    if slot < 0:
+        target.fill_(True)
+        return
+    tile = unpack_bits(bits.bits[slot])
+    target |= tile[row_from : row_from + target.shape[0], key_from : key_from + target.shape[1]]

@@ -1,0 +1,152 @@
+"""create_block_mask: a stock BlockMask in O(tokens) memory, from any mask_mod or list of AttnSlices.
+
+Shape legend: B mask batch, H mask head (1 = shared), R intervals of a row, Q query rows, N query blocks, M key blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as stock
+from torch.nn.attention.flex_attention import BlockMask
+
+from inductor_lowering.capture import MaskMod
+from inductor_lowering.to_intervals import mask_plan_tile, plan_from_block_mask, plan_from_mask_mod
+from magi_flex.canonical_mask import CanonicalMaskMod
+from magi_flex.mask_plan import MaskPlan
+
+__all__ = ["CanonicalMaskMod", "block_mask_from_plan", "create_block_mask", "plan"]
+
+_FINEST_BLOCK = 128
+_MOST_BLOCKS = 128  # blocks of an axis, unless the user asks for a block size
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] | None = None,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+) -> BlockMask:
+    """As torch's create_block_mask, in time and memory that grow with tokens for the masks people use.
+
+    Args:
+        mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, of 0-d integer tensors; traced, never called on numbers.
+        B, H: batch and query heads (None: 1).  The result has 1 where the mask does not depend on them.
+        Q_LEN, KV_LEN: lengths in tokens.
+        device: where the mask lives (default: the current accelerator, else the CPU).
+        BLOCK_SIZE: of the block lists; by default 128, coarser beyond 16384 tokens so that lists stay small.
+        _compile: ignored; nothing needs to be compiled.
+        separate_full_blocks: list full blocks apart, so that kernels skip the mask there.
+    Returns:
+        A BlockMask whose mask_mod is a CanonicalMaskMod.  Inside a compiled region, where tensor contents are not
+        known, this is torch's own create_block_mask.
+    Raises:
+        ValueError (MaskModError, UnsupportedMask): where mask_mod is no mask over single pairs, or a size is bad.
+    """
+    if torch.compiler.is_compiling():
+        block = _FINEST_BLOCK if BLOCK_SIZE is None else BLOCK_SIZE
+        return stock.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block, False, separate_full_blocks)
+    for name, size in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if size is not None and size < (1 if name in "BH" else 0):
+            raise ValueError(f"{name}: is {size}; a size of at least {1 if name in 'BH' else 0} is needed")
+    mask_plan = plan_from_mask_mod(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, _device(device))
+    return block_mask_from_plan(mask_plan, BLOCK_SIZE, separate_full_blocks)
+
+
+def block_mask_from_plan(
+    mask_plan: MaskPlan, block_size: int | tuple[int, int] | None = None, separate_full_blocks: bool = True
+) -> BlockMask:
+    """The BlockMask of a plan: canonical mask_mod, and block lists that agree with it."""
+    if block_size is None:
+        block_size = (_default_block(mask_plan.q_len), _default_block(mask_plan.kv_len))
+    q_block, kv_block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    if q_block < 1 or kv_block < 1:
+        raise ValueError(f"BLOCK_SIZE: is {block_size}; positive numbers of rows and keys are needed")
+    area_BHNM = _block_area(mask_plan, q_block, kv_block)
+    full_BHNM = area_BHNM == q_block * kv_block  # as in stock masks, a block that crosses a length is partial
+    if not separate_full_blocks:
+        full_BHNM = torch.zeros_like(full_BHNM)
+    return BlockMask.from_kv_blocks(
+        *_ordered((area_BHNM > 0) & ~full_BHNM),
+        *(_ordered(full_BHNM) if separate_full_blocks else (None, None)),
+        BLOCK_SIZE=(q_block, kv_block),
+        mask_mod=CanonicalMaskMod.from_plan(mask_plan),
+        seq_lengths=(mask_plan.q_len, mask_plan.kv_len),
+    )
+
+
+def plan(
+    mask: MaskMod | BlockMask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    B: int | None = None,
+    H: int | None = None,
+    device: torch.device | str | None = None,
+) -> MaskPlan:
+    """The exact plan of a mask_mod (lengths needed) or a BlockMask (lengths, B and H default to its own).
+
+    Raises ValueError where sizes are missing or do not fit the mask.
+    """
+    if isinstance(mask, BlockMask):
+        if device is not None:
+            mask = mask.to(device)
+        return plan_from_block_mask(mask, B, H, q_len, kv_len)
+    if q_len is None or kv_len is None:
+        raise ValueError(f"q_len, kv_len: are {q_len}, {kv_len}; a mask_mod has no lengths of its own, so give both")
+    return plan_from_mask_mod(mask, B or 1, H or 1, q_len, kv_len, _device(device))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _default_block(length: int) -> int:
+    block = _FINEST_BLOCK
+    while -(-length // block) > _MOST_BLOCKS:
+        block *= 2
+    return block
+
+
+def _ordered(dense_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of listed blocks, and all block indices with the listed ones first in ascending order."""
+    order = torch.argsort(dense_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
+    return dense_BHNM.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _block_area(mask_plan: MaskPlan, q_block: int, kv_block: int) -> Tensor:
+    """Attended pairs of each block, int64 ``[B, H, N, M]``."""
+    batch, heads, _, q_len = mask_plan.starts.shape
+    rows, columns = -(-q_len // q_block), -(-mask_plan.kv_len // kv_block)
+    bits = mask_plan.bit_tiles
+    if bits is not None and (q_block % bits.q_tile or kv_block % bits.kv_tile):
+        area = torch.zeros(batch, heads, rows, columns, dtype=torch.int64, device=mask_plan.device)
+        for n in range(rows):
+            band = mask_plan_tile(mask_plan, (n * q_block, min(q_len, (n + 1) * q_block)), (0, mask_plan.kv_len))
+            keys = torch.nn.functional.pad(band.sum(2), (0, columns * kv_block - mask_plan.kv_len))
+            area[:, :, n] = keys.unflatten(2, (columns, kv_block)).sum(3)
+        return area
+    # Keys below x: all of the blocks before x // kv_block, and x % kv_block of that one.
+    before = torch.zeros(batch * heads * rows, columns + 1, dtype=torch.int64, device=mask_plan.device)
+    inside = torch.zeros_like(before)
+    row_Q = torch.arange(q_len, device=mask_plan.device) // q_block
+    head_G = torch.arange(batch * heads, device=mask_plan.device).view(batch, heads, 1, 1) * rows
+    used = mask_plan.ends > mask_plan.starts
+    for bound, sign in ((mask_plan.ends, 1), (mask_plan.starts, -1)):
+        cell = ((head_G + row_Q) * (columns + 1) + bound // kv_block)[used]
+        inside.view(-1).index_add_(0, cell, bound[used].long() % kv_block * sign)
+        before.view(-1).index_add_(0, cell, torch.full_like(cell, sign))
+    after = before.sum(1, keepdim=True) - before.cumsum(1)
+    area = (inside + after * kv_block)[:, :columns].reshape(batch, heads, rows, columns).contiguous()
+    if bits is not None:
+        tile = bits.tile_rows()
+        block = tile // bits.row_tiles * rows + tile % bits.row_tiles * bits.q_tile // q_block
+        cell = block * columns + bits.cols * bits.kv_tile // kv_block
+        area.view(-1).index_add_(0, cell, bits.tile_area(q_len, mask_plan.kv_len))
+    return area

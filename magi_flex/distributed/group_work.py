@@ -1,0 +1,224 @@
+"""The moving parts of group_cast and group_reduce: start a hop, finish it, go on with the next one.
+
+No gradients here (see group_ops.py); the attention stages use this directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_flex.distributed.group_plan import GroupPlan
+from magi_flex.distributed.lse import merge_lse_
+from magi_flex.distributed.transport import RowExchange
+
+Reduction = Literal["sum", "mean", "lse"]
+Plans = GroupPlan | Sequence[GroupPlan]
+Finish = Callable[[list[Tensor]], list[Tensor]]
+Step = Callable[[list[Tensor]], tuple[RowExchange, Finish]]
+
+
+class GroupWork:
+    """A cast or reduction that is under way.
+
+    A plan with two hops needs :meth:`advance` between them: it finishes the first hop and starts the second one.
+    Call it, and :meth:`wait`, in the same order on every rank.
+    """
+
+    def __init__(self, steps: Sequence[Step], data: list[Tensor], on_done: Callable[[], None] | None = None):
+        """``on_done``: called when the last hop has arrived (on a GPU: on a stream that waits for it)."""
+        self._steps = list(steps)
+        self._data = data
+        self._on_done = on_done
+        self._pending: tuple[RowExchange, Finish] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        if self._steps:
+            self._pending = self._steps.pop(0)(self._data)
+            if not self._steps and self._on_done is not None:
+                self._pending[0].notify(self._on_done)
+
+    def advance(self) -> None:
+        """Finish the hop under way and start the next one; does nothing on the last hop."""
+        if self._steps:
+            self._finish()
+            self._start()
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            exchange, finish = self._pending
+            self._data = finish(exchange.wait())
+            self._pending = None
+
+    def wait(self) -> list[Tensor]:
+        """The result, one tensor for each that was given."""
+        while self._steps:
+            self.advance()
+        self._finish()
+        return self._data
+
+
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group itself, the default one for None."""
+    return dist.group.WORLD if group is None else group
+
+
+def hops_of(plan: Plans) -> tuple[GroupPlan, ...]:
+    return (plan,) if isinstance(plan, GroupPlan) else tuple(plan)
+
+
+def check_rows(tensors: Sequence[Tensor], rows: int, ranks: int, group: dist.ProcessGroup, what: str) -> None:
+    if not tensors:
+        raise ValueError("tensors: is empty; give at least one")
+    for i, x in enumerate(tensors):
+        if x.dim() == 0 or x.shape[0] != rows:
+            raise ValueError(
+                f"tensors[{i}]: has shape {tuple(x.shape)}; the plan's {what} has {rows} rows (dimension 0)"
+            )
+    if ranks != group.size():
+        raise ValueError(f"plan: is for {ranks} ranks, but the group has {group.size()}; plan for this group")
+
+
+# ---- casts ----------------------------------------------------------------------------------------------------------
+
+
+def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> RowExchange:
+    sent = [x.index_select(0, plan.send_index) for x in tensors]
+    return RowExchange(sent, plan.send_counts, plan.recv_counts, group)
+
+
+def _finish_cast(received: Sequence[Tensor], plan: GroupPlan) -> list[Tensor]:
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, plan.recv_index, x) for x in received
+    ]
+
+
+def start_group_cast(
+    tensors: Sequence[Tensor],
+    plan: Plans,
+    group: dist.ProcessGroup | None = None,
+    on_done: Callable[[], None] | None = None,
+) -> GroupWork:
+    """``group_cast`` that returns at once; not differentiable."""
+    group, hops = group_of(group), hops_of(plan)
+    check_rows(tensors, hops[0].in_rows, len(hops[0].send_counts), group, "input")
+    own = list(tensors)
+
+    def step(index: int) -> Step:
+        hop = hops[index]
+
+        def start(data: list[Tensor]) -> tuple[RowExchange, Finish]:
+            rows = data if index == 0 else [torch.cat(pair) for pair in zip(own, data, strict=True)]
+            return _start_cast(rows, hop, group), lambda received: _finish_cast(received, hop)
+
+        return start
+
+    return GroupWork([step(i) for i in range(len(hops))], own, on_done)
+
+
+# ---- reductions -----------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _start_reduce(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> RowExchange:
+    sent = [_wide(x).index_select(0, plan.recv_index) for x in tensors]
+    return RowExchange(sent, plan.recv_counts, plan.send_counts, group)
+
+
+def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPlan, op: Reduction) -> list[Tensor]:
+    """Add what came back to the accumulators, source by source: the order never depends on timing."""
+    indices = plan.send_index.split(plan.send_counts.tolist())
+    parts = [x.split(plan.send_counts.tolist()) for x in received]
+    for source, index in enumerate(indices):
+        if len(index) == 0:
+            continue
+        if op == "lse":
+            out, lse = (acc.index_select(0, index) for acc in accumulators)
+            merge_lse_(out, lse, parts[0][source], parts[1][source])
+            accumulators[0].index_copy_(0, index, out)
+            accumulators[1].index_copy_(0, index, lse)
+        else:
+            for acc, part in zip(accumulators, parts, strict=True):
+                acc.index_add_(0, index, part[source])
+    return accumulators
+
+
+def _accumulators(like: Sequence[Tensor], rows: int, op: Reduction) -> list[Tensor]:
+    out = [_wide(x[:0]).new_zeros(rows, *x.shape[1:]) for x in like]
+    if op == "lse":
+        out[1].fill_(-torch.inf)
+    return out
+
+
+def start_group_reduce(
+    tensors: Sequence[Tensor],
+    plan: Plans,
+    group: dist.ProcessGroup | None = None,
+    op: Reduction = "sum",
+    initial: Sequence[Tensor] | None = None,
+    on_done: Callable[[], None] | None = None,
+) -> GroupWork:
+    """``group_reduce`` that returns at once; not differentiable.
+
+    ``initial``: rows ``[in_rows, ...]`` to add to, in place (float32, or float64 for float64 inputs).
+    """
+    group, hops = group_of(group), hops_of(plan)
+    check_reduce(tensors, hops, group, op)
+    if op == "mean" and (initial is not None or len(hops) > 1):
+        raise ValueError('op: "mean" is for plans of one hop and without initial; use "sum" and divide')
+    results = _accumulators(tensors, hops[0].in_rows, op) if initial is None else list(initial)
+    own_rows = hops[0].in_rows
+
+    def first_of_two(data: list[Tensor]) -> tuple[RowExchange, Finish]:
+        """Inside the node; what belongs to this rank's own rows is done, the rest goes on."""
+        within = hops[1]
+
+        def finish(received: list[Tensor]) -> list[Tensor]:
+            joined = _join(_accumulators(received, within.in_rows, op), received, within, op)
+            if op == "lse":
+                merge_lse_(results[0], results[1], joined[0][:own_rows], joined[1][:own_rows])
+            else:
+                for result, part in zip(results, joined, strict=True):
+                    result += part[:own_rows]
+            return [x[own_rows:] for x in joined]
+
+        return _start_reduce(data, within, group), finish
+
+    def last(data: list[Tensor]) -> tuple[RowExchange, Finish]:
+        def finish(received: list[Tensor]) -> list[Tensor]:
+            joined = _join(results, received, hops[0], "lse" if op == "lse" else "sum")
+            if op == "mean":
+                count = contributions(hops[0].send_index, own_rows).clamp(min=1)
+                joined = [x / count.view(-1, *[1] * (x.dim() - 1)) for x in joined]
+            return joined
+
+        return _start_reduce(data, hops[0], group), finish
+
+    return GroupWork([last] if len(hops) == 1 else [first_of_two, last], list(tensors), on_done)
+
+
+def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: dist.ProcessGroup, op: str) -> None:
+    check_rows(tensors, hops[-1].out_rows, len(hops[-1].send_counts), group, "output (a reduction's input)")
+    if op not in ("sum", "mean", "lse"):
+        raise ValueError(f'op: got {op!r}, allowed are "sum", "mean" and "lse"')
+    for i, x in enumerate(tensors):
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"tensors[{i}]: has dtype {x.dtype}; reductions take floating point tensors")
+    if op == "lse" and (len(tensors) != 2 or tensors[0].shape[:-1] != tensors[1].shape):
+        shapes = [tuple(x.shape) for x in tensors]
+        raise ValueError(f'tensors: have shapes {shapes}; op "lse" takes out [rows, ..., E] and lse [rows, ...]')
+
+
+def contributions(send_index: Tensor, rows: int) -> Tensor:
+    """How many copies of each row were sent, and so come back."""
+    return torch.zeros(rows, dtype=torch.float32, device=send_index.device).index_add_(
+        0, send_index, torch.ones(len(send_index), device=send_index.device)
+    )

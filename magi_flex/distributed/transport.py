@@ -1,0 +1,71 @@
+"""Rows over the wire: one variable-size all-to-all for any number of tensors.
+
+The rows of all tensors are packed side by side as bytes, so that a pair of ranks exchanges one message per call.
+
+Shape legend: S sent rows, T received rows, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; the start of every tensor inside a packed row
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Shape and dtype of one tensor's rows, and where they lie in a packed row."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+def row_formats(tensors: Sequence[Tensor]) -> tuple[list[RowFormat], int]:
+    """Formats of the tensors' rows (first dimension) and the bytes of a packed row."""
+    formats, position = [], 0
+    for x in tensors:
+        size = x.shape[1:].numel() * x.element_size()
+        formats.append(RowFormat(x.shape[1:], x.dtype, position, position + size))
+        position += -(-size // ALIGNMENT) * ALIGNMENT
+    return formats, formats[-1].end if len(tensors) == 1 else position
+
+
+class RowExchange:
+    """Rows on their way; :meth:`wait` gives the received rows of each tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor], send_counts: Tensor, recv_counts: Tensor, group: dist.ProcessGroup):
+        """Starts to send. ``tensors``: ``[S, ...]`` each, in order of destination; counts: int64 ``[P]`` on the CPU."""
+        self.formats, row_bytes = row_formats(tensors)
+        rows = len(tensors[0])
+        if len(tensors) == 1:
+            packed = tensors[0].contiguous().view(rows, self.formats[0].shape.numel()).view(torch.uint8)
+        else:
+            packed = torch.empty(rows, row_bytes, dtype=torch.uint8, device=tensors[0].device)
+            for x, form in zip(tensors, self.formats, strict=True):
+                self._column(packed, form).copy_(x.reshape(rows, form.shape.numel()))
+        self.received = packed.new_empty(int(recv_counts.sum()), row_bytes)
+        self.packed = packed  # kept alive until it has been sent
+        self.work = dist.all_to_all_single(
+            self.received, packed, recv_counts.tolist(), send_counts.tolist(), group=group, async_op=True
+        )
+
+    @staticmethod
+    def _column(packed: Tensor, form: RowFormat) -> Tensor:
+        return packed[:, form.begin : form.end].view(form.dtype)
+
+    def notify(self, on_done: Callable[[], None]) -> None:
+        """Call ``on_done`` once the rows have arrived."""
+        self.work.get_future().then(lambda _: on_done())
+
+    def wait(self) -> list[Tensor]:
+        """``[T, ...]`` for each tensor, in order of source; views of one buffer."""
+        self.work.wait()
+        rows = len(self.received)
+        return [self._column(self.received, form).view(rows, *form.shape) for form in self.formats]
