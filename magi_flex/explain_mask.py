@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from inductor_lowering.capture import MaskMod, trace_mask_mod
-from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from torch.nn.attention.flex_attention import BlockMask
 
+from inductor_lowering.capture import MaskMod, trace_mask_mod
+from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from magi_flex import tile_map
 from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import explain_route

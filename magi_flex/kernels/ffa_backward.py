@@ -21,9 +21,9 @@ from magi_flex.tiles import TilePlan
 
 KEY_TILE = 128
 # BackwardParams of the kernel after its four tensor maps, PrepareParams and FinishParams.
-_BACKWARD_PARAMS = struct.Struct("<10Q6i5Q6qQ5i2f4x")
+_BACKWARD_PARAMS = struct.Struct("<10Q6i6Q6qQ7i2f4x")
 _PREPARE_PARAMS = struct.Struct("<8Q6q4i")
-_FINISH_PARAMS = struct.Struct("<2Q3q4if")
+_FINISH_PARAMS = struct.Struct("<2Q3q4ifi3Q6q3Q4i")
 _THREADS, _CONVERT_THREADS, _CONVERT_ROWS = 384, 256, 32
 _L2_BYTES = 64 << 20  # 50 MB on an H100, 60 MB on an H200; not all rows are visited at once
 _ROW_GROUP = 8  # rows of a group of the dQ buffer: steps begin at multiples of it
@@ -66,39 +66,41 @@ class BackwardSchedule:
 
     Attributes:
         plan: key tiles and their query runs.
-        entries: int32 ``[*, 4]``, key tiles in working order, most steps first: the mask (b * H + h) of the first query
-            head of a group, the tile counted inside that mask, the steps of ``plan.q_tile`` query rows that the tile
-            takes over all heads of the group, 0.
+        heads: query heads that a work item walks, a divisor of the query heads per key/value head.  If it is less than
+            these, the parts of dK and dV are summed in float32 in memory: more, smaller items.
+        entries: int32 ``[*, 4]``, key tiles in working order, most steps first: the mask (b * H + h) of an item's first
+            query head, the tile counted inside that mask, the steps of ``plan.q_tile`` query rows that the tile takes
+            over all heads of the item, 0.
     """
 
     plan: TilePlan
+    heads: int
     entries: Tensor
 
 
-def make_backward_schedule(plan: TilePlan, mask_heads: int, group: int) -> BackwardSchedule:
-    """Order the key tiles of ``plan`` for ``group`` query heads per key/value head (all on the plan's device).
+def make_backward_schedule(plan: TilePlan, mask_heads: int, heads: int) -> BackwardSchedule:
+    """Order the key tiles of ``plan`` for items of ``heads`` query heads (all on the plan's device).
 
-    Where the mask depends on the query head and a group has several, its heads must have the same key tiles (a fixed
-    grid).
+    Where the mask depends on the query head and several heads share a key/value head, these must have the same key
+    tiles (a fixed grid).
     """
     if not plan.transposed:
         raise ValueError("plan: has row tiles of queries; the backward needs the transposed plan (key tiles)")
     steps = sum(_steps(runs, ptr, plan.q_tile) for runs, ptr in _run_lists(plan))
     counts = plan.head_ptr.diff().long()
     masks = torch.arange(len(counts), device=counts.device)
-    if mask_heads == 1 or group == 1:
+    if mask_heads == 1 or heads == 1:
         mask = torch.repeat_interleave(masks, counts, output_size=plan.tile_begin.shape[0])
         tile = torch.arange(len(mask), device=mask.device) - plan.head_ptr[mask]
-        steps = steps * group
+        steps = steps * heads
     else:
-        # On a fixed grid every mask has the same number of tiles.
         tiles = plan.tile_begin.shape[0] // len(counts)
-        steps = steps.view(-1, group, tiles).sum(1).flatten()
-        mask = masks[::group].repeat_interleave(tiles)
-        tile = torch.arange(tiles, device=masks.device).repeat(len(counts) // group)
+        steps = steps.view(-1, heads, tiles).sum(1).flatten()
+        mask = masks[::heads].repeat_interleave(tiles)
+        tile = torch.arange(tiles, device=masks.device).repeat(len(counts) // heads)
     order = torch.argsort(steps, descending=True, stable=True)
     entries = torch.stack((mask, tile, steps, torch.zeros_like(steps)), 1)[order]
-    return BackwardSchedule(plan, entries.to(torch.int32).contiguous())
+    return BackwardSchedule(plan, heads, entries.to(torch.int32).contiguous())
 
 
 def _run_lists(plan: TilePlan) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -196,7 +198,16 @@ def launch_backward(
     params.set_map(3, cuda_driver.tensor_map(d_out_BHQD, by_row, (64, instance.rows, 1, 1), 128))
     plan = schedule.plan
     entries = schedule.entries.shape[0]
-    replicas = (kv_heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
+    parts = heads // kv_heads // schedule.heads
+    replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
+    tiles = plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1)
+    planes = kv_heads * (batch if mask_heads > 1 or mask_batch == 1 else 1)
+    dkv_buffer, key_blocks = 0, 0
+    if parts > 1:
+        key_blocks = planes * tiles
+        dkv_sums = torch.empty(key_blocks * 2 * KEY_TILE * instance.head_dim, dtype=torch.float32, device=device)
+        cuda_driver.fill_zero(dkv_sums, stream)
+        dkv_buffer = dkv_sums.data_ptr()
     # Of one query head at a time: Q, dO and the float32 sums.
     bytes_in_flight = q_len * instance.head_dim * 8
     section = min(replicas, max(1, _L2_BYTES // bytes_in_flight))
@@ -220,16 +231,19 @@ def launch_backward(
         row_shift,
         row_delta,
         dq_buffer,
+        dkv_buffer,
         dk_BGKD.data_ptr(),
         dv_BGKD.data_ptr(),
         *dk_BGKD.stride()[:3],
         *dv_BGKD.stride()[:3],
         work_counter,
         kv_heads,
-        heads // kv_heads,
+        parts,
+        schedule.heads,
         q_len,
         padded_rows,
         head_dim,
+        tiles,
         scale,
         scale * math.log2(math.e),
     )
@@ -238,6 +252,26 @@ def launch_backward(
 
     finish = cuda_driver.ParameterBlock(0, _FINISH_PARAMS)
     finish.set_rest(
-        dq_buffer, dq_BHQD.data_ptr(), *dq_BHQD.stride()[:3], heads, q_len, padded_rows, head_dim, scale
+        dq_buffer,
+        dq_BHQD.data_ptr(),
+        *dq_BHQD.stride()[:3],
+        heads,
+        q_len,
+        padded_rows,
+        head_dim,
+        scale,
+        convert_grid,
+        dkv_buffer,
+        dk_BGKD.data_ptr(),
+        dv_BGKD.data_ptr(),
+        *dk_BGKD.stride()[:3],
+        *dv_BGKD.stride()[:3],
+        plan.head_ptr.data_ptr(),
+        plan.tile_begin.data_ptr(),
+        plan.tile_end.data_ptr(),
+        kv_heads,
+        tiles,
+        mask_batch,
+        mask_heads,
     )
-    finish_kernel.launch(convert_grid, _CONVERT_THREADS, finish, stream)
+    finish_kernel.launch(convert_grid + 2 * key_blocks, _CONVERT_THREADS, finish, stream)

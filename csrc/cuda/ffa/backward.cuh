@@ -10,7 +10,7 @@
 // (FlashAttention-2/3, arXiv 2307.08691 and 2407.08608.)  Two consumer warpgroups own 64 keys each and exchange dS
 // through shared memory for dQ; one producer warp walks the plan, loads tiles with TMA and turns row intervals into
 // bits.  Products are issued so that the tensor cores have work during every elementwise phase: dP beside the
-// exponentials, dV beside dS, dK beside the sums into dQ.
+// exponentials, dV beside dS, dK and the next step's S beside the sums into dQ.
 //
 // The dQ buffer (see backward_convert.cuh) holds groups of 8 query rows in fragment order, so that a warp adds 512
 // contiguous bytes at once; that is why steps begin at multiples of 8 rows.
@@ -39,12 +39,12 @@ struct MaskParams {
     const int2* full_runs;    // [F] query rows
     const int* partial_ptr;   // [N + 1]
     const int2* partial_runs; // [P]
-    const int4* entries;      // key tiles in working order: mask of the group's first head, tile in it, steps, 0
+    const int4* entries;      // key tiles in working order: mask of the item's first head, tile in it, steps, 0
     const int* starts;        // [mask_batches, mask_heads, intervals, q_len]
     const int* ends;
     int mask_batches, mask_heads, intervals;
-    // Items are numbered section by section; a section is all entries for a few replicas: (batch, key/value head) pairs
-    // that share the mask, few enough that what they read and sum into stays in L2.
+    // Items are numbered section by section; a section is all entries for a few replicas: (batch, key/value head, part)
+    // triples that share the mask, few enough that what they read and sum into stays in L2.
     int entry_count, replicas, section;
 };
 
@@ -54,13 +54,15 @@ struct BackwardParams {
     const float* row_shift;  // [B * H, padded_rows]: lse (log2 domain), +inf for empty rows
     const float* row_delta;  // [B * H, padded_rows]
     float* dq_buffer;        // [B * H, padded_rows / 8, 8 * kHeadDim]
+    float* dkv_buffer;  // null, or [blocks, 2, kKeys, kHeadDim]: dK and dV are summed there in float32, fragment order
     void* dk;
     void* dv;
     int64 dk_batch, dk_head, dk_row;  // strides in elements
     int64 dv_batch, dv_head, dv_row;
     int* work_counter;  // zero at launch
-    int kv_heads, group;
+    int kv_heads, parts, group;  // a key/value head's query heads are split into `parts` items of `group` heads each
     int q_len, padded_rows, head_dim;
+    int tiles;  // of one mask head where the mask depends on the head, else of all masks
     float scale, scale_log2;
 };
 
@@ -87,12 +89,13 @@ template <DType kType_, int kHeadDim_, int kRows_, bool kWide_> struct BackwardC
     static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
 };
 
-// One key tile of one key/value head.
+// One key tile of one key/value head, for some of its query heads.
 struct Item {
     int steps;  // -1: no more work
-    int batch, kv_head;
+    int batch, kv_head, first_head;
     int key_begin, key_end;
-    int tile;  // counted inside its mask
+    int tile;   // counted inside its mask
+    int block;  // of dkv_buffer
 };
 
 // Query rows [row, row + kRows) of one head; masked steps attend only inside [run_begin, run_end) and the intervals.
@@ -160,15 +163,18 @@ template <class C> struct Planner {
         const int4 entry = __ldg(mask.entries + work / width);
         const int replica = first + work % width;
         const int mask_batch = entry.x / mask.mask_heads;
-        // Replicas are batch entries times key/value heads, where the mask does not distinguish them.
-        const int replica_heads = mask.mask_heads == 1 ? params.kv_heads : 1;
+        // Replicas are batch entries times key/value heads times parts, where the mask does not distinguish them.
+        const int replica_heads = mask.mask_heads == 1 ? params.kv_heads * params.parts : 1;
         item.batch = mask.mask_batches == 1 ? replica / replica_heads : mask_batch;
-        item.kv_head = mask.mask_heads == 1 ? replica % replica_heads : entry.x % mask.mask_heads / params.group;
+        item.first_head = mask.mask_heads == 1 ? replica % replica_heads * params.group : entry.x % mask.mask_heads;
+        item.kv_head = item.first_head / (params.group * params.parts);
         item.tile = entry.y;
         item.steps = entry.z;
         const int index = __ldg(mask.head_ptr + entry.x) + entry.y;
         item.key_begin = __ldg(mask.tile_begin + index);
         item.key_end = __ldg(mask.tile_end + index);
+        const int plane = (mask.mask_heads > 1 || mask.mask_batches == 1 ? item.batch * params.kv_heads : 0) + item.kv_head;
+        item.block = plane * params.tiles + (mask.mask_heads > 1 ? entry.y : index);
         return true;
     }
 
@@ -189,7 +195,7 @@ template <class C> struct Planner {
         for (int row = first + (run.y - 1 - first) / C::kRows * C::kRows; row >= first; row -= C::kRows) {
             ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
             const bool whole = item.key_end - item.key_begin == kKeys && row >= run.x && row + C::kRows <= run.y;
-            const int plane = item.batch * params.kv_heads * params.group + head;
+            const int plane = item.batch * params.kv_heads * params.parts * params.group + head;
             shared.step[ring.stage] = {(plane * params.padded_rows + row) / kRowGroup,
                                        partial || !whole,
                                        item.batch,
@@ -228,7 +234,7 @@ template <class C> struct Planner {
             if (!found) break;
             load_keys(item);
 #pragma unroll 1
-            for (int h = 0; h < params.group; ++h) publish_head(item, item.kv_head * params.group + h);
+            for (int h = 0; h < params.group; ++h) publish_head(item, item.first_head + h);
         }
         ptx::mbarrier_arrive(&shared.kv_full);
         ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
@@ -318,6 +324,14 @@ template <class C> struct Masker {
 
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
+// Two neighbouring elements of a result.
+template <DType kType> FFA_DEVICE void store_pair(uint16* to, float low, float high) {
+    *reinterpret_cast<uint32*>(to) = ptx::pack_pair<kType>(low, high);
+}
+template <DType kType> FFA_DEVICE void store_pair(float* to, float low, float high) {
+    *reinterpret_cast<float2*>(to) = {low, high};
+}
+
 template <class C> struct Consumer {
     using Shared = BackwardShared<C>;
     using D = ptx::Descriptor<128>;
@@ -352,14 +366,26 @@ template <class C> struct Consumer {
         ptx::wgmma_commit();
     }
 
-    // gradient[64 keys x kHeadDim] += weights[64 keys x kRows] rows_operand, for P^T dO and dS^T Q.
-    FFA_DEVICE void issue_gradient(float (&gradient)[kGradients], const uint32 (&weights)[kScores / 2],
-                                   const void* rows_operand) const {
-        const uint64 b = D::contraction_is_strided(rows_operand, C::kRowPanelBytes);
+    // dv[64 keys x kHeadDim] += P^T dO
+    FFA_DEVICE void issue_dv(float (&dv)[kGradients], const uint32 (&weights)[kScores / 2], const void* d_out) const {
+        const uint64 b = D::contraction_is_strided(d_out, C::kRowPanelBytes);
 #pragma unroll
         for (int step = 0; step < C::kRows / 16; ++step) {
-            Mma<C::kHeadDim, false, true>::rs(gradient, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+            Mma<C::kHeadDim, false, true>::rs(dv, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
                                               weights[4 * step + 3], D::advance(b, step * 16 * kPanelBytes), 1);
+        }
+        ptx::wgmma_commit();
+    }
+
+    // dk[64 keys x kHeadDim] += dS^T Q; dS from shared memory, because as a register operand it would have to stay put
+    // until the product is done, when those registers are needed for the next step.
+    FFA_DEVICE void issue_dk(float (&dk)[kGradients], const void* q) const {
+        const uint64 a = D::contraction_is_strided(shared.ds[ds_buffer][warpgroup], C::kRowPanelBytes);
+        const uint64 b = D::contraction_is_strided(q, C::kRowPanelBytes);
+#pragma unroll
+        for (int step = 0; step < C::kRows / 16; ++step) {
+            const int bytes = step * 16 * kPanelBytes;
+            Mma<C::kHeadDim, true, true>::ss(dk, D::advance(a, bytes), D::advance(b, bytes), 1);
         }
         ptx::wgmma_commit();
     }
@@ -404,20 +430,16 @@ template <class C> struct Consumer {
         }
     }
 
-    // dS from P and dP; P as it was rounded for dV: its float32 values would not fit into the registers beside dV.
-    FFA_DEVICE void score_gradients(const uint32 (&weights)[kScores / 2], float (&d_weights)[kScores], int stage) const {
+    // dP becomes dS.
+    FFA_DEVICE void score_gradients(const float (&weights)[kScores], float (&d_weights)[kScores], int stage) const {
         const float2* delta = reinterpret_cast<const float2*>(shared.delta[stage]) + lane % 4;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const float2 row = delta[4 * j];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float low, high;
-                ptx::unpack_pair<C::kType>(weights[2 * j + half], low, high);
-                float* d = d_weights + 4 * j + 2 * half;
-                d[0] = low * (d[0] - row.x);
-                d[1] = high * (d[1] - row.y);
-            }
+            d_weights[4 * j] = weights[4 * j] * (d_weights[4 * j] - row.x);
+            d_weights[4 * j + 1] = weights[4 * j + 1] * (d_weights[4 * j + 1] - row.y);
+            d_weights[4 * j + 2] = weights[4 * j + 2] * (d_weights[4 * j + 2] - row.x);
+            d_weights[4 * j + 3] = weights[4 * j + 3] * (d_weights[4 * j + 3] - row.y);
         }
     }
 
@@ -450,62 +472,88 @@ template <class C> struct Consumer {
         }
     }
 
+    FFA_DEVICE void issue_next_scores(float (&scores)[kScores]) const {
+        ptx::wgmma_fence();
+        issue_scores(scores, shared.k, shared.q[ring.stage]);
+    }
+
     // One key tile: every step of the item, then dK and dV.
     FFA_DEVICE void run_item(int steps, const Item& item) {
-        float dk[kGradients] = {}, dv[kGradients] = {};
-        for (int index = 0; index < steps; ++index) {
+        float dk[kGradients] = {}, dv[kGradients] = {}, scores[kScores];
+        if (steps > 0) {
+            ptx::mbarrier_wait(&shared.q_full[ring.stage], ring.phase);
+            issue_next_scores(scores);
+            ptx::wgmma_wait<0>();
+            ptx::fence_registers(scores);
+        }
+        for (int remaining = steps; remaining > 0; --remaining) {
             const int stage = ring.stage;
-            float scores[kScores], d_weights[kScores];
-            ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
-            ptx::wgmma_fence();
-            issue_scores(scores, shared.k, shared.q[stage]);
+            float d_weights[kScores];
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);
             ptx::wgmma_fence();
             issue_scores(d_weights, shared.v, shared.d_out[stage]);
-            const int row_group = shared.step[stage].row_group;
-            const bool masked = shared.step[stage].masked;
-            ptx::wgmma_wait<1>();  // S, and dK of the previous step
-            ptx::fence_registers(scores);
-            if (index > 0) arrive_warp(&shared.q_empty[stage ^ 1]);
 
             exponentiate(scores, stage);
-            if (masked) {
+            if (shared.step[stage].masked) {
                 ptx::mbarrier_wait(&shared.mask_full[stage], ring.phase);
                 apply_mask(scores, stage);
             }
-            uint32 weights[kScores / 2];
-            pack(scores, weights);
+            uint32 pairs[kScores / 2];
+            pack(scores, pairs);
             ptx::wgmma_fence();
-            issue_gradient(dv, weights, shared.d_out[stage]);
+            issue_dv(dv, pairs, shared.d_out[stage]);
 
             ptx::wgmma_wait<1>();  // dP; dV runs on
             ptx::fence_registers(d_weights);
-            score_gradients(weights, d_weights, stage);
+            score_gradients(scores, d_weights, stage);
             uint32 ds[kScores / 2];
             pack(d_weights, ds);
             store_ds(ds);
             ptx::fence_proxy_async();
             ptx::named_barrier_sync(kDsBarrier, kConsumers);
 
+            const int row_group = shared.step[stage].row_group;
             float dq[kDq];
             ptx::wgmma_fence();
             issue_dq(dq);
-            issue_gradient(dk, ds, shared.q[stage]);
-            ptx::wgmma_wait<1>();  // dV and dQ; dK runs on
+            issue_dk(dk, shared.q[stage]);
+            ring.advance();
+            // After the last step this product is of stale rows and never read: a branch around it would make the
+            // compiler serialize all products.
+            if (remaining > 1) ptx::mbarrier_wait(&shared.q_full[ring.stage], ring.phase);
+            issue_next_scores(scores);
+            ptx::wgmma_wait<2>();  // dV and dQ
             ptx::fence_registers(dq);
             arrive_warp(&shared.d_out_empty[stage]);
             add_dq(dq, row_group);
             ds_buffer ^= 1;
-            ring.advance();
+            ptx::wgmma_wait<0>();
+            ptx::fence_registers(scores);
+            arrive_warp(&shared.q_empty[stage]);
         }
         ptx::wgmma_wait<0>();
         ptx::fence_registers(dk);
         ptx::fence_registers(dv);
-        if (steps > 0) arrive_warp(&shared.q_empty[ring.stage ^ 1]);
         const Item done = item;  // its slot may be written again once all warps have arrived
         arrive_warp(&shared.kv_empty);
-        store_gradient(dk, params.scale, done, params.dk, params.dk_batch, params.dk_head, params.dk_row);
-        store_gradient(dv, 1.0f, done, params.dv, params.dv_batch, params.dv_head, params.dv_row);
+        if (params.dkv_buffer) {
+            float* block = params.dkv_buffer + static_cast<int64>(done.block) * (2 * kKeys * C::kHeadDim);
+            add_gradient(dk, block);
+            add_gradient(dv, block + kKeys * C::kHeadDim);
+        } else {
+            store_gradient(dk, params.scale, done, params.dk, params.dk_batch, params.dk_head, params.dk_row);
+            store_gradient(dv, 1.0f, done, params.dv, params.dv_batch, params.dv_head, params.dv_row);
+        }
+    }
+
+    // A fragment is stored as [warpgroup][columns / 8][thread] float4, see backward_convert.cuh.
+    FFA_DEVICE void add_gradient(const float (&gradient)[kGradients], float* block) const {
+        float* out = block + warpgroup * 64 * C::kHeadDim + (warp * 32 + lane) * 4;
+#pragma unroll
+        for (int j = 0; j < C::kHeadDim / 8; ++j) {
+            ptx::reduce_add_global_v4(out + j * 512, gradient[4 * j], gradient[4 * j + 1], gradient[4 * j + 2],
+                                      gradient[4 * j + 3]);
+        }
     }
 
     FFA_DEVICE void store_gradient(const float (&gradient)[kGradients], float factor, const Item& item, void* out,
@@ -522,12 +570,8 @@ template <class C> struct Consumer {
             for (int j = 0; j < C::kHeadDim / 8; ++j) {
                 const int column = 8 * j + lane % 4 * 2;
                 if (column >= params.head_dim) continue;
-                const float low = gradient[4 * j + 2 * half] * factor, high = gradient[4 * j + 2 * half + 1] * factor;
-                if constexpr (C::kWide) {
-                    *reinterpret_cast<float2*>(row + column) = {low, high};
-                } else {
-                    *reinterpret_cast<uint32*>(row + column) = ptx::pack_pair<C::kType>(low, high);
-                }
+                store_pair<C::kType>(row + column, gradient[4 * j + 2 * half] * factor,
+                                     gradient[4 * j + 2 * half + 1] * factor);
             }
         }
     }

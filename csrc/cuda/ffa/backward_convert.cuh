@@ -4,12 +4,14 @@
 // dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, d lse / d s = P / ln 2).
 // It also zeroes the dQ buffer and the work counter.
 //
-// finish: the dQ buffer, scaled, into dq.  The buffer holds groups of 8 query rows as fragments of dQ^T: float4 number
+// finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.  The buffer holds groups of 8 query rows as fragments of dQ^T: float4 number
 // (panel * 4 + warp) * 32 + lane of a group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows
-// 2 (lane % 4) (+ 1), row first.
+// 2 (lane % 4) (+ 1), row first.  The dK/dV buffer holds a key tile as fragments of the consumer warpgroups: float4 number
+// (warpgroup * kHeadDim / 8 + j) * 128 + thread has the columns 8 j + 2 (lane % 4) (+ 1) of the rows
+// 64 warpgroup + 16 warp + lane / 4 (+ 8), column first.
 #pragma once
 
-#include "ptx.cuh"
+#include "backward.cuh"
 
 namespace ffa {
 
@@ -36,6 +38,16 @@ struct FinishParams {
     int64 dq_batch, dq_head, dq_row;
     int heads, q_len, padded_rows, head_dim;
     float scale;
+    int row_blocks;  // blocks of the grid that convert dq; two for each key tile and key/value head follow
+    const float4* dkv_buffer;
+    void* dk;
+    void* dv;
+    int64 dk_batch, dk_head, dk_row;
+    int64 dv_batch, dv_head, dv_row;
+    const int* head_ptr;  // of the plan, as in MaskParams
+    const int* tile_begin;
+    const int* tile_end;
+    int kv_heads, tiles, mask_batches, mask_heads;
 };
 
 // Eight elements (float32 or 16-bit, 16-byte aligned) as floats.
@@ -100,7 +112,43 @@ template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(c
     for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) buffer[i] = {0.0f, 0.0f, 0.0f, 0.0f};
 }
 
-template <DType kType, int kHeadDim, class DqElement> FFA_DEVICE void finish(const FinishParams& params) {
+// dK (which = 0) or dV (1) of one block of the buffer; blocks are numbered as by Planner::find_item.
+template <DType kType, int kHeadDim, class Element>
+FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
+    const int plane = block / params.tiles, tile = block % params.tiles;
+    const bool by_plane = params.mask_heads > 1 || params.mask_batches == 1;
+    const int kv_head = plane % params.kv_heads;
+    int batch = plane / params.kv_heads, index = tile;
+    if (!by_plane) {
+        while (params.head_ptr[batch + 1] <= tile) ++batch;
+    } else if (params.mask_batches > 1) {
+        index += params.head_ptr[batch * params.mask_heads];
+    }
+    const int begin = params.tile_begin[index], rows = params.tile_end[index] - begin;
+    const float4* buffer = params.dkv_buffer + (static_cast<int64>(block) * 2 + which) * (kKeys * kHeadDim / 4);
+    auto* out = static_cast<Element*>(which ? params.dv : params.dk) +
+                batch * (which ? params.dv_batch : params.dk_batch) + kv_head * (which ? params.dv_head : params.dk_head);
+    const int64 row_stride = which ? params.dv_row : params.dk_row;
+    const float scale = which ? 1.0f : params.scale;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kKeys * kHeadDim / 4; i += kConvertThreads) {
+        const int slice = i / 128, thread = i % 128, lane = thread % 32;
+        const int row = slice / (kHeadDim / 8) * 64 + thread / 32 * 16 + lane / 4;
+        const int column = slice % (kHeadDim / 8) * 8 + lane % 4 * 2;
+        if (column >= params.head_dim) continue;
+        const float4 fragment = buffer[i];
+        Element* to = out + (begin + row) * row_stride + column;
+        if (row < rows) store_pair<kType>(to, fragment.x * scale, fragment.y * scale);
+        if (row + 8 < rows) store_pair<kType>(to + 8 * row_stride, fragment.z * scale, fragment.w * scale);
+    }
+}
+
+template <DType kType, int kHeadDim, class Element> FFA_DEVICE void finish(const FinishParams& params) {
+    if (blockIdx.x >= params.row_blocks) {
+        const int job = blockIdx.x - params.row_blocks;
+        finish_keys<kType, kHeadDim, Element>(params, job / 2, job % 2);
+        return;
+    }
     // Rows 16 bytes longer than a multiple of 128: writes of a fragment touch every bank once.
     __shared__ float rows[kConvertRows][kHeadDim + 4];
     const int blocks = params.padded_rows / kConvertRows;
@@ -121,7 +169,7 @@ template <DType kType, int kHeadDim, class DqElement> FFA_DEVICE void finish(con
     }
     __syncthreads();
     const int batch = head_row / params.heads, head = head_row % params.heads;
-    auto* dq = static_cast<DqElement*>(params.dq) + batch * params.dq_batch + head * params.dq_head;
+    auto* dq = static_cast<Element*>(params.dq) + batch * params.dq_batch + head * params.dq_head;
     constexpr int kLanes = kHeadDim / 8;
 #pragma unroll
     for (int i = threadIdx.x; i < kConvertRows * kLanes; i += kConvertThreads) {
@@ -130,8 +178,8 @@ template <DType kType, int kHeadDim, class DqElement> FFA_DEVICE void finish(con
         float values[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) values[j] = rows[block_row][column + j] * params.scale;
-        DqElement* to = dq + row * params.dq_row + column;
-        if constexpr (sizeof(DqElement) == 4) {
+        Element* to = dq + row * params.dq_row + column;
+        if constexpr (sizeof(Element) == 4) {
             reinterpret_cast<float4*>(to)[0] = {values[0], values[1], values[2], values[3]};
             reinterpret_cast<float4*>(to)[1] = {values[4], values[5], values[6], values[7]};
         } else {
