@@ -17,8 +17,8 @@ from torch._C import DispatchKey
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
 from inductor_lowering.tile_program import SCORE_SCALARS
+from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
 from inductor_lowering.translate import Stock, backend_choice, mask_spec, score_spec
 from magi_flex import ops, plan_memo
 from magi_flex.kernels.layout import fill_order
@@ -44,6 +44,7 @@ def install(backend: str | None) -> None:
         hop._dispatch_cache.clear()
 
 
+@torch._dynamo.disable
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = HopCall.of_forward(args)
     try:
@@ -63,6 +64,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, max_score
 
 
+@torch._dynamo.disable
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     call = HopCall.of_backward(args)
     needs_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in call.score_captures)
