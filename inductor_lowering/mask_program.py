@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from inductor_lowering.op_result import result_like
-from magi_flex.fx_program import FxProgram
+from magi_flex.fx_program import PYTHON_FUNCTIONS, FxProgram
 
 AXES = "bhqk"
 _aten = torch.ops.aten
@@ -163,10 +163,16 @@ class MaskProgram:
                 args += 1
             elif raw[0] == "return":
                 return self._checked_result(raw[1])
-            elif at in needed:
-                self.steps.append(self._call(raw))
-            else:
+            elif at not in needed:
                 self.steps.append(Step("unused"))
+            elif raw[0] == "literal":
+                value = torch.tensor(raw[1], dtype=getattr(torch, raw[2]), device=self.device)
+                self.steps.append(Step("capture", args=(value,), dtype=value.dtype, shape=tuple(value.shape)))
+            elif raw[0] == "python":
+                numbers = [self._stand_in(self._decode(x)) for x in raw[2]]
+                self.steps.append(Step("capture", args=(PYTHON_FUNCTIONS[raw[1]](*numbers),)))
+            else:
+                self.steps.append(self._call(raw))
         raise UnsupportedMask("mask_mod: the program has no result")
 
     def _argument(self, position: int) -> Step:

@@ -6,39 +6,55 @@ Ops carry the program as a JSON string, so that a compiled graph (and a cached o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+
+LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
+
+PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
+} | {"sym_max": torch.sym_max, "sym_min": torch.sym_min}
+_PYTHON_NAMES = {f: name for name, f in PYTHON_FUNCTIONS.items()}
 
 
 class UnsupportedProgram(Exception):
-    """The graph holds something that cannot be serialised; the message says what."""
+    """The graph holds something that cannot be serialised or run tile by tile; the message says what."""
 
 
-def _encode(value: Any, ids: dict[Node, int]) -> Any:
-    if isinstance(value, Node):
-        return {"node": ids[value]}
-    if isinstance(value, (list, tuple)):
-        return [_encode(x, ids) for x in value]
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": 1}
-    if isinstance(value, (torch.layout, torch.memory_format)):
-        return {"omit": 1}
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return {"float": repr(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UnsupportedProgram(f"an argument of type {type(value).__name__}")
+class InvalidMod(ValueError):
+    """The mod breaks FlexAttention's rules (it sees one score, has no side effects); the message says how."""
+
+
+@dataclass(frozen=True)
+class ScatterAdd:
+    """A capture's gradient as contributions: zeros(shape) with ``values`` added at ``indices``."""
+
+    shape: tuple[int, ...]
+    indices: list[Tensor]
+    values: Tensor
+
+    def add_to(self, total: Tensor) -> None:
+        total.index_put_(tuple(self.indices), self.values.to(total.dtype), accumulate=True)
+
+    def to_dense(self) -> Tensor:
+        total = self.values.new_zeros(self.shape)
+        self.add_to(total)
+        return total
 
 
 @dataclass(frozen=True)
 class FxProgram:
-    """Steps in order: ["arg"], ["call", op, overload, args, kwargs], or last ["return", values].
+    """Steps in order.
+
+    ["arg"], ["call", op, overload, args, kwargs], ["python", function, args] (arithmetic on sizes),
+    ["literal", values, dtype], ["sum", value] (a gradient's sum over all scores), or last ["return", values].
 
     ``steps`` refer to earlier ones by number ({"node": i}).  Devices are not stored: tensor creation runs on the
     device of the inputs.
@@ -48,23 +64,11 @@ class FxProgram:
 
     @staticmethod
     def from_graph(module: GraphModule) -> FxProgram:
-        """Raises UnsupportedProgram for anything but placeholders and aten calls."""
-        ids: dict[Node, int] = {}
-        steps: list[Any] = []
-        for node in module.graph.nodes:
-            ids[node] = len(ids)
-            if node.op == "placeholder":
-                steps.append(["arg"])
-            elif node.op == "output":
-                steps.append(["return", _encode(node.args[0], ids)])
-            elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-                kwargs = {k: _encode(v, ids) for k, v in node.kwargs.items()}
-                steps.append(
-                    ["call", node.target._schema.name, node.target._overloadname, _encode(node.args, ids), kwargs]
-                )
-            else:
-                raise UnsupportedProgram(f"node {node.name} ({node.op} {node.target})")
-        return FxProgram(tuple(steps))
+        """Raises UnsupportedProgram for anything but placeholders, small constants, aten calls and size arithmetic."""
+        builder = ProgramBuilder(module)
+        for node in used_nodes(module):
+            builder.add(node)
+        return builder.program()
 
     @staticmethod
     def from_json(text: str) -> FxProgram:
@@ -73,31 +77,140 @@ class FxProgram:
     def to_json(self) -> str:
         return json.dumps(list(self.steps), separators=(",", ":"))
 
-    def run(self, args: Sequence[Any], device: torch.device) -> Any:
-        """Run on ``args`` (tensors, ints); returns what the graph returns."""
+    def run(
+        self,
+        args: Sequence[Any],
+        device: torch.device,
+        low_precision: torch.dtype | None = None,
+        attended: Tensor | None = None,
+    ) -> Any:
+        """Run on ``args`` (tensors, ints); returns what the graph returns.
+
+        The gradient of a capture is its sum over all scores, as a tensor of the capture's shape or as a
+        :class:`ScatterAdd`.
+
+        Args:
+            low_precision: the dtype to use where the graph converts to bfloat16 or float16 (a mod is traced with
+                scores in the query's dtype, while kernels hold them in float32).
+            attended: bool tile; scores elsewhere add nothing to the gradients of captures, not even NaN.
+        """
         values: list[Any] = []
         remaining = iter(args)
 
-        def decode(x: Any) -> Any:
+        def decode(x: Any, dense: bool = True) -> Any:
             if isinstance(x, dict):
                 if "node" in x:
-                    return values[x["node"]]
+                    value = values[x["node"]]
+                    return value.to_dense() if dense and isinstance(value, ScatterAdd) else value
                 if "dtype" in x:
-                    return getattr(torch, x["dtype"])
+                    dtype = getattr(torch, x["dtype"])
+                    low = dtype in (torch.bfloat16, torch.float16)
+                    return low_precision if low and low_precision is not None else dtype
                 if "device" in x:
                     return device
                 if "float" in x:
                     return float(x["float"])
-            return [decode(y) for y in x] if isinstance(x, list) else x
+            return [decode(y, dense) for y in x] if isinstance(x, list) else x
+
+        def keep(tile: Tensor) -> Tensor:
+            return tile if attended is None else torch.where(attended, tile, 0)
 
         for step in self.steps:
-            if step[0] == "arg":
+            kind = step[0]
+            if kind == "arg":
                 values.append(next(remaining))
-            elif step[0] == "return":
-                return decode(step[1])
+            elif kind == "return":
+                return decode(step[1], dense=False)
+            elif kind == "python":
+                values.append(PYTHON_FUNCTIONS[step[1]](*decode(step[2])))
+            elif kind == "literal":
+                values.append(torch.tensor(decode(step[1]), dtype=getattr(torch, step[2]), device=device))
+            elif kind == "sum":
+                values.append(keep(decode(step[1])).sum())
+            elif step[1] == "flex_lib::zeros_and_scatter":
+                shape, indices, tile = decode(step[3])
+                values.append(ScatterAdd(tuple(shape), [i.expand(tile.shape) for i in indices], keep(tile)))
             else:
                 namespace, name = step[1].split("::")
                 op = getattr(getattr(getattr(torch.ops, namespace), name), step[2])
                 kwargs = {k: decode(v) for k, v in step[4].items() if not (isinstance(v, dict) and "omit" in v)}
                 values.append(op(*decode(step[3]), **kwargs))
         raise UnsupportedProgram("the graph has no output")
+
+
+class ProgramBuilder:
+    """Collects steps; nodes refer to the step that was made for them."""
+
+    def __init__(self, module: GraphModule):
+        self.module = module
+        self.steps: list[Any] = []
+        self.ids: dict[Node, int] = {}
+
+    def program(self) -> FxProgram:
+        return FxProgram(tuple(self.steps))
+
+    def add(self, node: Node) -> None:
+        """The step of ``node`` as it is."""
+        if node.op == "placeholder":
+            self.append(["arg"], node)
+        elif node.op == "output":
+            self.append(["return", self.encode(node.args[0])])
+        elif node.op == "get_attr":
+            self.append(self._literal(node), node)
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            self.append_call(node, node.target, node.args, node.kwargs)
+        elif node.op == "call_function" and node.target in _PYTHON_NAMES:
+            self.append(["python", _PYTHON_NAMES[node.target], self.encode(node.args)], node)
+        else:
+            raise UnsupportedProgram(f"node {node.name} ({node.op} {node.target})")
+
+    def append(self, step: Any, node: Node | None = None) -> int:
+        """Returns the step's number, by which ``node`` is known from now on."""
+        self.steps.append(step)
+        if node is not None:
+            self.ids[node] = len(self.steps) - 1
+        return len(self.steps) - 1
+
+    def append_call(self, node: Node, op: torch._ops.OpOverload, args: Any, kwargs: Any = None) -> None:
+        if op is torch.ops.aten.detach_.default:  # how tracing leaves torch.tensor(number); it writes nothing
+            op = torch.ops.aten.detach.default
+        encoded = {k: self.encode(x) for k, x in (kwargs or {}).items()}
+        self.append(["call", op._schema.name, op._overloadname, self.encode(args), encoded], node)
+
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return {"node": self.ids[value]}
+        if isinstance(value, (list, tuple)):
+            return [self.encode(x) for x in value]
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": 1}
+        if isinstance(value, (torch.layout, torch.memory_format)):
+            return {"omit": 1}
+        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+            return {"float": repr(value)}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise UnsupportedProgram(f"an argument of type {type(value).__name__}")
+
+    def _literal(self, node: Node) -> Any:
+        value: Any = self.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, Tensor):
+            raise UnsupportedProgram(f"a constant of type {type(value).__name__}")
+        if value.numel() > LARGEST_LITERAL:
+            raise UnsupportedProgram(f"a constant tensor of {value.numel()} elements inside the graph")
+        data = json.loads(json.dumps(value.tolist()), parse_constant=lambda text: {"float": text})
+        return ["literal", data, str(value.dtype).removeprefix("torch.")]
+
+
+def used_nodes(module: GraphModule) -> list[Node]:
+    """The graph's nodes in order, without those that nothing depends on; all placeholders."""
+    used: set[Node] = set()
+    for node in reversed(module.graph.nodes):
+        if node.op in ("output", "placeholder") or node in used:
+            used.add(node)
+            used.update(node.all_input_nodes)
+    return [node for node in module.graph.nodes if node in used]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles, count_bits, pack_bits
 from magi_flex.intervals import RowIntervals
+from magi_flex.tiles import TilePlan, build_tile_plan
 
 __all__ = ["BitTiles", "MaskPlan", "MaskPlanBuilder"]
 
@@ -78,6 +79,10 @@ class MaskPlan:
         """Dense bool mask ``[B, H, Q, K]`` (for tests and small sizes)."""
         dense = self.intervals.to_dense()
         return dense if self.bit_tiles is None else dense | self.bit_tiles.to_dense(self.q_len, self.kv_len)
+
+    def tiles(self, q_tile: int, kv_tile: int, transposed: bool = False, ragged: bool = False) -> TilePlan:
+        """The runs of tiles that a kernel visits; see :func:`magi_flex.tiles.build_tile_plan`."""
+        return build_tile_plan(self, q_tile, kv_tile, transposed, ragged)
 
 
 class MaskPlanBuilder:
@@ -243,8 +248,10 @@ class MaskPlanBuilder:
         tile_of_run = row // self.q_len * self._row_tiles + row % self.q_len // self.q_tile
         moved = to_bits[tile_of_run]
         self._expand(tile_of_run[moved], row[moved], starts[moved], ends[moved])
-        intervals = self._to_intervals(row[~moved], starts[~moved], ends[~moved], slots)
-        return MaskPlan(intervals, self._to_bit_tiles())
+        row, order = row[~moved].sort(stable=True)
+        starts, ends = starts[~moved][order], ends[~moved][order]
+        shape = (self.batch, self.heads, self.q_len)
+        return MaskPlan(RowIntervals.from_runs(row, starts, ends, shape, self.kv_len), self._to_bit_tiles())
 
     def _choose_slots(self, need_T: Tensor, bit_bytes_T: Tensor) -> int:
         """R: of all that keep row tiles of up to ``max_intervals`` as intervals, the one with the smallest plan."""
@@ -278,19 +285,6 @@ class MaskPlanBuilder:
             words_TQW = pack_bits(steps_TQK.cumsum(2, dtype=torch.int8)[..., :width].to(torch.bool))
             self._hold_bits(words_TQW, tiles_T, *self._classify(words_TQW, tiles_T, first_col), first_col)
             row, starts, ends = row[runs:], starts[runs:], ends[runs:]
-
-    def _to_intervals(self, row: Tensor, starts: Tensor, ends: Tensor, slots: int) -> RowIntervals:
-        row, order = row.sort(stable=True)
-        starts, ends = starts[order], ends[order]
-        total_rows = self.batch * self.heads * self.q_len
-        count = torch.bincount(row, minlength=total_rows)
-        position = torch.arange(len(row), device=self.device) - (count.cumsum(0) - count)[row]
-        bounds = []
-        for values, unused in ((starts, self.kv_len), (ends, 0)):
-            out = torch.full((total_rows, slots), unused, dtype=torch.int32, device=self.device)
-            out[row, position] = values
-            bounds.append(out.view(self.batch, self.heads, self.q_len, slots).transpose(2, 3).contiguous())
-        return RowIntervals(bounds[0], bounds[1], self.kv_len)
 
     def _to_bit_tiles(self) -> BitTiles | None:
         if not any(tile.numel() for tile, *_ in self._bits):

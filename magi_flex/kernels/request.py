@@ -70,7 +70,8 @@ class ScoreProgram:
         steps: the same function as a sequence of simple steps applied in order, where it could be recognised (the
             empty tuple is the identity), else None.  Kernels without native support for a step use the graphs.
         forward: the mod's graph, (score, b, h, q, k, *captures) -> score; None only for the identity.
-        joint: (score, b, h, q, k, grad_score, *captures) -> (d score, None, None, None, None, *d captures).
+        joint: (score, b, h, q, k, grad_score, *captures) -> (d score, None, None, None, None, *d captures); None where
+            only the forward pass is wanted.
         captures: tensors and ints the mod reads, in the graph's order.
         needs_grad: for each capture, whether its gradient is wanted.
     """
@@ -106,9 +107,9 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """out ``[B, H, Q, E]`` in q's dtype (see ``wide_results``) and stride order; lse and max_score float32 ``[B, H, Q]``
-    (float64 for float64 inputs) in the log2 domain (natural values times log2(e)).  An empty row has out 0, lse -inf,
-    max_score -inf."""
+    """out ``[B, H, Q, E]`` in q's dtype (see ``wide_results``) and stride order; lse and max_score float32
+    ``[B, H, Q]`` (float64 for float64 inputs) in the log2 domain (natural values times log2(e)).  An empty row has
+    out 0, lse -inf, max_score -inf."""
 
     out: Tensor
     lse: Tensor
@@ -117,7 +118,7 @@ class AttentionOutput:
 
 @dataclass(frozen=True)
 class AttentionGradients:
-    """Gradients of q, k, v (their dtypes and stride orders) and of the score program's captures (None where not wanted)."""
+    """Gradients of q, k, v (their dtypes and stride orders) and of the score program's captures (None: not wanted)."""
 
     dq: Tensor
     dk: Tensor
@@ -169,3 +170,5 @@ class RequestFacts:
     has_bit_tiles: bool
     deterministic: bool = False
     wide_results: bool = False
+    mixed_dtypes: bool = False  # k or v have another dtype than q
+    index_map: bool = False  # the score mod sees other indices than the local ones

@@ -1,0 +1,127 @@
+"""flex_attention called without torch.compile: the dense math of FlexAttention's ops is replaced by our kernels.
+
+FlexAttention itself captures the mods as graphs and handles autograd; what is replaced is the implementation of the
+forward and the backward op below that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
+from inductor_lowering.tile_program import SCORE_SCALARS
+from inductor_lowering.translate import Stock, backend_choice, mask_spec, score_spec
+from magi_flex import ops, plan_memo
+from magi_flex.kernels.layout import fill_order
+from magi_flex.kernels.route import AUTO
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import MaskSpec
+
+logger = logging.getLogger("magi_flex")
+
+_KEY = DispatchKey.CompositeExplicitAutograd
+_stock_forward = FORWARD_HOP.py_kernels[_KEY]
+_stock_backward = BACKWARD_HOP.py_kernels[_KEY]
+_backend = AUTO
+MASK_SCALARS = 4  # b, h, q, k
+
+
+def install(backend: str | None) -> None:
+    """Let eager calls use ``backend``, or PyTorch's own math if None."""
+    global _backend
+    _backend = backend or AUTO
+    for hop, ours, stock in ((FORWARD_HOP, _forward, _stock_forward), (BACKWARD_HOP, _backward, _stock_backward)):
+        hop.py_kernels[_KEY] = stock if backend is None else ours
+        hop._dispatch_cache.clear()
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = HopCall.of_forward(args)
+    try:
+        backend = backend_choice(call.kernel_options, _backend)
+        mask, *mask_inputs = mask_spec(call, _mask_graph(call))
+        score, *score_inputs = score_spec(call, _score_graph(call), None, ())
+    except Stock as reason:
+        return _leave(_stock_forward, args, reason)
+    plan = _build(mask, mask_inputs, call.q, call.k)
+    needs_backward = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[:3], *call.score_captures))
+    program = score.build(*score_inputs)
+    out, lse, max_score = ops.run_forward(
+        call.q, call.k, call.v, plan, program, call.scale, backend, needs_backward, fill_order(call.q)
+    )
+    if needs_backward:
+        plan_memo.remember(plan_memo.storage_key(lse), lse, _identity(mask, call), plan)
+    return out, lse, max_score
+
+
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    call = HopCall.of_backward(args)
+    needs_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in call.score_captures)
+    try:
+        backend = backend_choice(call.kernel_options, _backend)
+        mask, *mask_inputs = mask_spec(call, _mask_graph(call))
+        score, *score_inputs = score_spec(call, _score_graph(call), call.joint_graph, needs_grad)
+    except Stock as reason:
+        return _leave(_stock_backward, args, reason)
+    plan = plan_memo.recall(
+        plan_memo.storage_key(call.lse), _identity(mask, call), lambda: _build(mask, mask_inputs, call.q, call.k)
+    )
+    dq, dk, dv, wanted = ops.run_backward(
+        *(call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse),
+        *(plan, score.build(*score_inputs), call.scale, backend),
+        *(fill_order(call.q), fill_order(call.k), fill_order(call.v)),
+    )
+    remaining = iter(wanted)
+    return dq, dk, dv, tuple(next(remaining) if needed else None for needed in needs_grad)
+
+
+def _leave(stock: Any, args: Sequence[Any], reason: Stock) -> Any:
+    logger.log(logging.INFO if reason.chosen else logging.WARNING, "flex_attention is left to PyTorch: %s", reason)
+    return stock(*args)
+
+
+def _identity(mask: MaskSpec, call: HopCall) -> Any:
+    return mask, call.q.shape[:3], call.k.shape[2]
+
+
+def _build(mask: MaskSpec, inputs: Sequence[Any], q: Tensor, k: Tensor) -> MaskPlan:
+    return mask.build(*inputs, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+_traced: WeakKeyDictionary[GraphModule, dict[Any, GraphModule]] = WeakKeyDictionary()
+
+
+def _mask_graph(call: HopCall) -> GraphModule:
+    return _aten_graph(call.block_mask.mask_mod, MASK_SCALARS, call.mask_captures, call.q)
+
+
+def _score_graph(call: HopCall) -> GraphModule:
+    return _aten_graph(call.score_mod, SCORE_SCALARS, call.score_captures, call.q)
+
+
+def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor) -> GraphModule:
+    """The mod's graph in aten ops; the graph that Dynamo captured is traced once for each kind of captures."""
+    if not isinstance(mod, GraphModule):
+        raise Stock("the mod is called directly, for debugging", chosen=True)
+    kinds = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in captures)
+    known = _traced.setdefault(mod, {})
+    key = (scalars, q.dtype, q.device, kinds)
+    if key not in known:
+        example = [torch.zeros((), dtype=torch.int32, device=q.device) for _ in range(scalars)]
+        if scalars == SCORE_SCALARS:
+            example[0] = q.new_zeros(())
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in captures]
+        with torch.no_grad(), item_access_as_index():
+            known[key] = make_fx(mod, tracing_mode="fake", _allow_non_fake_inputs=True)(*example, *detached)
+    return known[key]

@@ -1,0 +1,58 @@
+"""FlexAttention's own checks refuse on a CPU what our kernels can do: training, and the largest scores as a result.
+
+Both checks are wrapped so that they let these through when our kernels take the call.  Dynamo traces the wrappers and
+guards on ACTIVE_BACKEND, so a function compiled under one choice is compiled again under another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as flex_attention_module
+from torch import Tensor
+
+from inductor_lowering.torch_compat import current_compiler
+
+ACTIVE_BACKEND: str | None = None  # what enable() chose
+COMPILERS: set[Callable[..., Any]] = set()  # functions that compile with our kernels whether enabled or not
+
+_stock_validate_device = flex_attention_module._validate_device
+_stock_apply_kernel_options = flex_attention_module._apply_kernel_options
+
+
+def install() -> None:
+    """Wrap the checks; without ACTIVE_BACKEND and outside of our COMPILERS they do what they did."""
+    flex_attention_module._validate_device = _validate_device
+    flex_attention_module._apply_kernel_options = _apply_kernel_options
+
+
+@torch._dynamo.assume_constant_result
+def _compiling_with_us() -> bool:
+    return current_compiler() in COMPILERS
+
+
+def _served_on_cpu(query: Tensor) -> bool:
+    return query.device.type == "cpu" and (ACTIVE_BACKEND is not None or _compiling_with_us())
+
+
+def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not _served_on_cpu(query):
+        _stock_validate_device(query, key, value)
+
+
+def _apply_kernel_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    return_lse: bool,
+    kernel_options: Any,
+    return_aux: Any = None,
+) -> Any:
+    if not _served_on_cpu(query) or return_aux is None or not return_aux.max_scores:
+        return _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, return_aux)
+    without_max = flex_attention_module.AuxRequest(lse=return_aux.lse)
+    options = _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, without_max)
+    options["OUTPUT_MAX"] = True
+    return options

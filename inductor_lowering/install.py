@@ -1,0 +1,118 @@
+"""Switching on and off: what is changed in torch, and how it is put back."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+
+from inductor_lowering import eager, entry_checks
+from inductor_lowering.joint_pass import JointPass
+from inductor_lowering.torch_compat import custom_passes, register_dynamo_backend
+from magi_flex.kernels.route import AUTO, check_choice
+
+_lock = threading.RLock()
+
+
+class Enabled:
+    """What :func:`enable` returns: leaving it as a context manager brings back the state from before."""
+
+    def __init__(self, undo: Callable[[], None]):
+        self._undo = undo
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo()
+
+
+def enable(backend: str = AUTO) -> Enabled:
+    """Let flex_attention use our kernels, compiled or called eagerly.
+
+    Functions that are compiled already are compiled again when they are next called.  A ``joint_custom_pre_pass`` that
+    was set in Inductor's configuration keeps running, before ours.
+
+    Args:
+        backend: "auto" (the fastest that serves a call) or one name for all calls that choose none themselves.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    check_choice(backend)
+    with _lock:
+        before = entry_checks.ACTIVE_BACKEND
+        _switch(backend)
+    return Enabled(functools.partial(_switch, before))
+
+
+def disable() -> None:
+    """Stock behaviour again, also for functions that were compiled while our kernels were switched on."""
+    _switch(None)
+
+
+def is_enabled() -> bool:
+    return entry_checks.ACTIVE_BACKEND is not None
+
+
+def _switch(backend: str | None) -> None:
+    with _lock:
+        passes = [p for p in custom_passes(inductor_config.joint_custom_pre_pass) if not isinstance(p, JointPass)]
+        for ours in custom_passes(inductor_config.joint_custom_pre_pass):
+            if isinstance(ours, JointPass):
+                passes = [*ours.before, *passes]
+        if backend is not None:
+            inductor_config.joint_custom_pre_pass = JointPass(backend, passes, source_hash())
+            register_dynamo_backend("magi_flex", magi_flex_backend)
+            entry_checks.install()
+        else:
+            inductor_config.joint_custom_pre_pass = (passes[0] if len(passes) == 1 else passes) or None
+        eager.install(backend)
+        entry_checks.ACTIVE_BACKEND = backend
+
+
+def magi_flex_backend(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend of ``torch.compile(model, backend="magi_flex")``: Inductor, with our kernels in this compilation.
+
+    Args:
+        mode, options: as for Inductor; ``options["magi_backend"]`` chooses a kernel backend.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    backend = check_choice(patches.pop("magi_backend", entry_checks.ACTIVE_BACKEND or AUTO))
+    before = custom_passes(patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass))
+    earlier = [p for p in before if not isinstance(p, JointPass)]
+    patches["joint_custom_pre_pass"] = JointPass(backend, earlier, source_hash())
+    return compile_fx(module, inputs, config_patches=patches)
+
+
+entry_checks.install()  # the stock checks, unless magi_flex compiles or is enabled
+entry_checks.COMPILERS.add(magi_flex_backend)
+
+
+@functools.cache
+def source_hash() -> str:
+    """Identifies our own code in compile caches."""
+    digest = hashlib.sha256()
+    for package in ("inductor_lowering", "magi_flex"):
+        root = Path(__file__).parent.parent / package
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()

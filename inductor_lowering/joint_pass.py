@@ -1,0 +1,239 @@
+"""The pass over Inductor's joint graph that replaces FlexAttention's ops by ours.
+
+It sees the forward and the backward of all layers in one graph, before they are partitioned, so it can insert one plan
+op for each distinct mask, which all of them share.  A call that cannot be translated stays as it is and takes
+Inductor's own lowering; the reason is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+import magi_flex.ops
+from inductor_lowering.torch_compat import (
+    BACKWARD_HOP,
+    CAPTURED_GRADS,
+    FORWARD_HOP,
+    LSE,
+    MAX_SCORE,
+    HopCall,
+)
+from inductor_lowering.translate import Stock, backend_choice, mask_spec, score_spec
+from magi_flex.kernels.layout import dense_order
+from magi_flex.op_specs import MaskSpec
+
+logger = logging.getLogger("magi_flex")
+
+
+class JointPass(CustomGraphPass):
+    """Runs the passes that were set before it, then replaces FlexAttention's ops.
+
+    Args:
+        backend: "auto" or the name of the backend for calls that choose none.
+        before: passes that the user had set.
+        source_hash: what to put into Inductor's cache key, see :meth:`uuid`.
+    """
+
+    def __init__(self, backend: str, before: Sequence[Any], source_hash: str):
+        self.backend = backend
+        self.before = tuple(before)
+        self.source_hash = source_hash
+
+    def uuid(self) -> Any | None:
+        """Part of Inductor's cache key: without it a cached stock graph would be taken for ours, and the reverse.
+
+        None (no caching) if a pass before this one has no identity itself, as Inductor does for such a pass.
+        """
+        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        if any(x is None for x in ids):
+            return None
+        return ("magi_flex", self.source_hash, self.backend, torch.__version__, *ids)
+
+    def __call__(self, graph: Graph) -> None:
+        for earlier in self.before:
+            earlier(graph)
+        calls = [node for node in graph.nodes if node.target in (FORWARD_HOP, BACKWARD_HOP)]
+        if calls:
+            _Rewriter(graph, self.backend).rewrite(calls)
+
+
+class _Rewriter:
+    def __init__(self, graph: Graph, backend: str):
+        self.graph = graph
+        self.backend = backend
+        module = graph.owning_module
+        assert module is not None
+        self.module: GraphModule = module
+        self.handles: dict[Any, Node] = {}
+        self.sizes: dict[Any, Node] = {}
+
+    def rewrite(self, calls: list[Node]) -> None:
+        lse_nodes = [HopCall.of_node(node).lse for node in calls if node.target is BACKWARD_HOP]
+        trained = {lse.args[0] for lse in lse_nodes if _is_getitem(lse)}
+        for node in calls:
+            try:
+                if node.target is FORWARD_HOP:
+                    self._forward(node, node in trained)
+                else:
+                    self._backward(node)
+            except Stock as reason:
+                self._leave(node, reason)
+
+    def _leave(self, node: Node, reason: Stock) -> None:
+        call = HopCall.of_node(node)
+        device = call.q.meta["val"].device
+        if node.target is BACKWARD_HOP and device.type == "cpu":
+            raise RuntimeError(
+                f"flex_attention cannot be trained on a CPU this way: PyTorch itself has no backward there, and "
+                f"magi_flex cannot take this call ({reason})"
+            )
+        logger.log(logging.INFO if reason.chosen else logging.WARNING, "%s is left to PyTorch: %s", node.target, reason)
+        position = 6 if node.target is FORWARD_HOP else 11
+        options = {k: v for k, v in call.kernel_options.items() if k != "magi_backend"}
+        node.update_arg(position, options)
+
+    # ---- the two ops --------------------------------------------------------------------------------------------
+
+    def _forward(self, node: Node, needs_backward: bool) -> None:
+        call = HopCall.of_node(node)
+        backend = backend_choice(call.kernel_options, self.backend)
+        mask, mask_tensors, mask_ints = mask_spec(call, self._submodule(call.block_mask.mask_mod))
+        score, score_tensors, score_ints = score_spec(call, self._submodule(call.score_mod), None, ())
+        out, lse, max_score = node.meta["val"]
+        wide = magi_flex.ops.stats_dtype(out.dtype)
+        with self.graph.inserting_before(node):
+            plan = self._plan(node, call, mask, mask_tensors, mask_ints)
+            new = self.graph.call_function(
+                torch.ops.magi_flex.attention.default,
+                (
+                    *(call.q, call.k, call.v),
+                    *(plan, mask_tensors, mask_ints, mask.to_json()),
+                    *(score_tensors, score_ints, score.to_json()),
+                    *(call.scale, backend, needs_backward, dense_order(out)),
+                ),
+            )
+        new.meta = {**node.meta, "val": (out, lse.to(wide), max_score.to(wide))}
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        if wide != lse.dtype:
+            self._narrow_stats(new)
+
+    def _narrow_stats(self, forward: Node) -> None:
+        """FlexAttention promises float32 statistics in a compiled graph; our backward takes the wide ones."""
+        for stat in list(forward.users):
+            if not _is_getitem(stat) or stat.args[1] not in (LSE, MAX_SCORE):
+                continue
+            stat.meta["val"] = forward.meta["val"][stat.args[1]]
+            users = [user for user in stat.users if user.target is not BACKWARD_HOP]
+            with self.graph.inserting_after(stat):
+                narrow = self.graph.call_function(torch.ops.prims.convert_element_type.default, (stat, torch.float32))
+            narrow.meta = {**stat.meta, "val": stat.meta["val"].to(torch.float32)}
+            for user in users:
+                user.replace_input_with(stat, narrow)
+
+    def _backward(self, node: Node) -> None:
+        call = HopCall.of_node(node)
+        backend = backend_choice(call.kernel_options, self.backend)
+        mask, mask_tensors, mask_ints = mask_spec(call, self._submodule(call.block_mask.mask_mod))
+        slots = _captured_gradients(node)
+        needs_grad = tuple(bool(slots.get(i)) for i in range(len(call.score_captures)))
+        score, score_tensors, score_ints = score_spec(
+            call, self._submodule(call.score_mod), self._submodule(call.joint_graph), needs_grad
+        )
+        dq, dk, dv, captured = node.meta["val"]
+        with self.graph.inserting_before(node):
+            plan = self._plan(node, call, mask, mask_tensors, mask_ints)
+            new = self.graph.call_function(
+                torch.ops.magi_flex.attention_backward.default,
+                (
+                    *(call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse),
+                    *(plan, mask_tensors, mask_ints, mask.to_json()),
+                    *(score_tensors, score_ints, score.to_json()),
+                    *(call.scale, backend, dense_order(dq), dense_order(dk), dense_order(dv)),
+                ),
+            )
+        wanted = [i for i, needed in enumerate(needs_grad) if needed]
+        new.meta = {**node.meta, "val": (dq, dk, dv, [captured[i] for i in wanted])}
+        for i, users in slots.items():
+            for user in users:
+                user.update_arg(1, wanted.index(i))
+        for outer in [u for u in node.users if u.args[1] == CAPTURED_GRADS]:
+            for unused in [u for u in outer.users if not u.users]:
+                self.graph.erase_node(unused)
+            outer.meta["val"] = new.meta["val"][CAPTURED_GRADS]
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    # ---- plans --------------------------------------------------------------------------------------------------
+
+    def _plan(self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]) -> Node | None:
+        """The plan op for this mask, inserted at the graph's insertion point unless there is one already."""
+        if mask.is_full:
+            return None
+        q, k = call.q.meta["val"], call.k.meta["val"]
+        lengths = [self._size(call.q, q, 0), q.shape[1], self._size(call.q, q, 2), self._size(call.k, k, 2)]
+        key = (mask, tuple(tensors), tuple(ints), tuple(lengths), q.device)
+        if key not in self.handles:
+            handle = self.graph.call_function(
+                torch.ops.magi_flex.plan_handle.default, (tensors, ints, mask.to_json(), *lengths, q.device)
+            )
+            with _fake_mode(q):
+                handle.meta["val"] = torch.empty(1, dtype=torch.int64)
+            handle.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for name in ("partitioner_tag", "stack_trace"):
+                if name in anchor.meta:
+                    handle.meta[name] = anchor.meta[name]
+            self.handles[key] = handle
+        return self.handles[key]
+
+    def _size(self, node: Node, value: torch.Tensor, dim: int) -> int | Node:
+        size = value.shape[dim]
+        if isinstance(size, int):
+            return size
+        key = size.node.expr
+        if key not in self.sizes:
+            self.sizes[key] = self._symbol(size) or self._sym_size(node, size, dim)
+        return self.sizes[key]
+
+    def _symbol(self, size: torch.SymInt) -> Node | None:
+        for node in self.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+                return node
+        return None
+
+    def _sym_size(self, node: Node, size: torch.SymInt, dim: int) -> Node:
+        with self.graph.inserting_after(node):
+            new = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+        new.meta["val"] = size
+        return new
+
+    def _submodule(self, node: Node) -> GraphModule:
+        return getattr(self.module, node.target)
+
+
+def _is_getitem(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is operator.getitem
+
+
+def _captured_gradients(backward: Node) -> dict[int, list[Node]]:
+    """For each capture of the score mod, the nodes that read its gradient and are used."""
+    slots: dict[int, list[Node]] = {}
+    for outer in backward.users:
+        if outer.args[1] == CAPTURED_GRADS:
+            for inner in outer.users:
+                if inner.users:
+                    slots.setdefault(inner.args[1], []).append(inner)
+    return slots
+
+
+def _fake_mode(value: torch.Tensor) -> Any:
+    return value.fake_mode  # type: ignore[attr-defined]

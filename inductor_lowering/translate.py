@@ -1,0 +1,106 @@
+"""From the arguments of FlexAttention's ops to what ours take (op_specs.py), or the reason why not.
+
+Works on a graph's nodes (compiled) and on real tensors (eager) alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from inductor_lowering.tile_program import joint_program, score_program
+from inductor_lowering.torch_compat import HopCall
+from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.kernels.route import check_choice
+from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
+
+STOCK = "stock"
+WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
+_CONSTANT_TRUE = {("aten::full", 1), ("aten::new_full", 2), ("aten::new_ones", None)}
+
+
+class Stock(Exception):
+    """The call is left to PyTorch; ``chosen``: because the caller asked for that."""
+
+    def __init__(self, reason: str, chosen: bool = False):
+        super().__init__(reason)
+        self.chosen = chosen
+
+
+def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
+    """The backend that a call asks for.  Raises Stock, or ValueError for an unknown name."""
+    ours = kernel_options.get("magi_backend")
+    stock = kernel_options.get("BACKEND", "AUTO")
+    if kernel_options.get("FORCE_USE_FLEX_ATTENTION"):
+        stock = "FORCE_USE_FLEX_ATTENTION"
+    if ours == STOCK:
+        raise Stock("kernel_options['magi_backend'] is 'stock'", chosen=True)
+    if stock != "AUTO":
+        if ours is not None:
+            raise ValueError(
+                f"kernel_options: magi_backend={ours!r} and PyTorch's own choice {stock!r} contradict each other; "
+                f"give one of them"
+            )
+        raise Stock(f"kernel_options ask for PyTorch's own kernel ({stock})", chosen=True)
+    return check_choice(default if ours is None else ours)
+
+
+def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any], list[Any]]:
+    """(spec, tensors, ints) of the call's mask, as MaskSpec describes them."""
+    try:
+        program = FxProgram.from_graph(mask_mod)
+    except UnsupportedProgram as error:
+        raise Stock(f"mask_mod: {error}") from error
+    args = call.block_mask
+    lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
+    if lists and args.full_kv_num_blocks is not None:
+        lists += [args.full_kv_num_blocks, args.full_kv_indices]
+    always_true = _is_always_true(program)
+    order, tensors, ints = split_captures(() if always_true else call.mask_captures)
+    spec = MaskSpec(None if always_true else program.to_json(), order, bool(lists), len(lists) == 4)
+    return spec, [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
+
+
+def score_spec(
+    call: HopCall, score_mod: GraphModule, joint: GraphModule | None, needs_grad: tuple[bool, ...]
+) -> tuple[ScoreSpec, list[Any], list[Any]]:
+    """(spec, tensors, ints) of the call's score mod."""
+    try:
+        forward = score_program(score_mod)
+        if forward.steps[-1] == ["return", {"node": 0}] and not any(needs_grad):
+            return ScoreSpec(), [], []
+        backward = None if joint is None else joint_program(joint).to_json()
+    except UnsupportedProgram as error:
+        raise Stock(f"score_mod: {error}") from error
+    order, tensors, ints = split_captures(call.score_captures)
+    return ScoreSpec(forward.to_json(), backward, order, needs_grad), tensors, ints
+
+
+def _is_always_true(program: FxProgram) -> bool:
+    """Whether the mask_mod is FlexAttention's noop_mask, or returns a constant true in another way."""
+    returned = program.steps[-1][1]
+    step = program.steps[returned["node"]] if isinstance(returned, dict) and "node" in returned else [None]
+    if step[0] != "call":
+        return False
+    return any(
+        step[1] == name and (position is None or step[3][position] in (True, 1)) for name, position in _CONSTANT_TRUE
+    )
+
+
+def _visits_everything(call: HopCall) -> bool:
+    """Whether the lists are those that FlexAttention makes up when there is no block mask: one block of any length."""
+    args = call.block_mask
+    sizes = (args.q_block, args.kv_block)
+    if not all(isinstance(size, int) and size >= WHOLE_SEQUENCE_BLOCK for size in sizes):
+        return False
+    return _is_one_number(args.kv_num_blocks, 1) and _is_one_number(args.kv_indices, 0)
+
+
+def _is_one_number(x: Any, number: int) -> bool:
+    """Whether ``x`` is known to hold only ``number``."""
+    if isinstance(x, Node):
+        return x.target is torch.ops.aten.full.default and x.args[1] == number
+    return isinstance(x, Tensor) and x.numel() == 1 and int(x) == number

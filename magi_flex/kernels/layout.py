@@ -1,0 +1,49 @@
+"""Memory layout of kernel outputs: FlexAttention's rule that a result follows the stride order of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def fill_order(tensor: Tensor) -> list[int]:
+    """Dimensions from the fastest to the slowest; the last one is always the fastest, as kernels load it whole.
+
+    Equal strides: the later dimension counts as the faster one.  The rule of FlexAttention's own fake implementation.
+    """
+    strides = tensor.stride()
+    last = tensor.dim() - 1
+    order = sorted(range(last, -1, -1), key=lambda dim: strides[dim])
+    return [last, *(dim for dim in order if dim != last)]
+
+
+def dense_order(tensor: Tensor) -> list[int]:
+    """The fill order of a dense tensor: ``strides_for(tensor.shape, dense_order(tensor))`` are its strides."""
+    strides, shape = tensor.stride(), tensor.shape
+    return sorted(range(tensor.dim()), key=lambda dim: (strides[dim], shape[dim]))
+
+
+def strides_for(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Dense strides of ``shape`` filled in ``order``."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in order:
+        strides[dim] = step
+        step = step * shape[dim]
+    return strides
+
+
+def empty_in_order(
+    like: Tensor, shape: Sequence[int], order: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Uninitialised tensor of ``shape`` on ``like``'s device, dense in ``order``."""
+    return like.new_empty_strided(list(shape), strides_for(shape, order), dtype=dtype or like.dtype)
+
+
+def in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """``tensor`` itself if it is dense in ``order`` and owns its memory from the start, else a copy that is."""
+    if list(tensor.stride()) == strides_for(tensor.shape, order) and tensor.storage_offset() == 0:
+        return tensor
+    return empty_in_order(tensor, tensor.shape, order).copy_(tensor)

@@ -1,0 +1,105 @@
+"""Which backend serves a request, and why: one list, fastest first."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+
+import torch
+
+from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts
+
+logger = logging.getLogger("magi_flex")
+
+# (name, module, class): fastest first; a module is imported when its backend is first considered.
+BACKENDS: tuple[tuple[str, str, str], ...] = (
+    ("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
+    ("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
+)
+AUTO = "auto"
+
+
+def backend_names() -> list[str]:
+    return [name for name, _, _ in BACKENDS]
+
+
+def check_choice(choice: str) -> str:
+    """``choice`` itself; raises ValueError if there is no such backend."""
+    if choice != AUTO and choice not in backend_names():
+        allowed = ", ".join([AUTO, *backend_names()])
+        raise ValueError(f"backend: got {choice!r}, allowed are {allowed}")
+    return choice
+
+
+@functools.cache
+def load(name: str) -> Backend | str:
+    """The backend, or why its module cannot be imported."""
+    for known, module, cls in BACKENDS:
+        if known == name:
+            try:
+                return getattr(importlib.import_module(module), cls)()
+            except ImportError as error:
+                return f"{module} cannot be imported: {error}"
+    raise ValueError(f"backend: got {name!r}, allowed are {', '.join(backend_names())}")
+
+
+def explain_route(facts: RequestFacts) -> list[tuple[str, list[str]]]:
+    """Every backend, fastest first, with the reasons why it does not serve such a request (none: it does)."""
+    table = []
+    for name in backend_names():
+        backend = load(name)
+        if isinstance(backend, str):
+            table.append((name, [backend]))
+            continue
+        missing = backend.missing(facts.device)
+        table.append((name, [missing] if missing else backend.objections(facts)))
+    return table
+
+
+@functools.lru_cache(maxsize=1024)
+def route(facts: RequestFacts, choice: str = AUTO) -> Backend:
+    """The fastest backend that serves the request, or the chosen one.
+
+    Raises ValueError if the chosen backend does not serve it; the message has the reasons.
+    """
+    check_choice(choice)
+    table = explain_route(facts)
+    for name, reasons in table:
+        if choice not in (AUTO, name):
+            continue
+        if not reasons:
+            logger.debug("backend %s for %s; passed over: %s", name, facts, table)
+            backend = load(name)
+            assert isinstance(backend, Backend)
+            return backend
+        if choice == name:
+            raise ValueError(
+                f"backend: {name!r} was asked for but cannot serve this call ({'; '.join(reasons)}). "
+                f"Choose another one, or 'auto'."
+            )
+    raise RuntimeError(f"no backend serves {facts}: {table}")
+
+
+def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:
+    """What routing looks at."""
+    q, k, v, score = request.q, request.k, request.v, request.score
+    index_map = score.index_map
+    return RequestFacts(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        score_steps=None if score.steps is None else tuple(type(step) for step in score.steps),
+        score_grads=any(score.needs_grad),
+        needs_backward=needs_backward,
+        has_bit_tiles=request.plan.bit_tiles is not None,
+        deterministic=request.deterministic or torch.are_deterministic_algorithms_enabled(),
+        wide_results=request.wide_results,
+        mixed_dtypes=not q.dtype == k.dtype == v.dtype,
+        index_map=bool(
+            index_map.b_offset or index_map.h_offset or index_map.q_index is not None or index_map.k_index is not None
+        ),
+    )

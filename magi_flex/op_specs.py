@@ -1,0 +1,139 @@
+"""What the ops carry in their string arguments: which mask and which score mod, apart from the tensors they read.
+
+An op gets a mod's captures as a list of tensors and a list of (symbolic) ints; ``order`` says how the two interleave.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from magi_flex.fx_program import FxProgram
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.request import ScoreProgram
+from magi_flex.mask_plan import MaskPlan
+
+
+def split_captures(captures: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
+    """(order, tensors, ints): "t" and "i" in the captures' order.  Captures may be a graph's nodes."""
+    tensors, ints, order = [], [], ""
+    for x in captures:
+        is_number = isinstance(x.meta["val"] if isinstance(x, Node) else x, (int, torch.SymInt))
+        order += "i" if is_number else "t"
+        (ints if is_number else tensors).append(x)
+    return order, tensors, ints
+
+
+def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> tuple[Any, ...]:
+    """The inverse of :func:`split_captures`."""
+    remaining = {"t": iter(tensors), "i": iter(ints)}
+    return tuple(next(remaining[kind]) for kind in order)
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """A mask as stock FlexAttention means it: block lists AND mask_mod on partial blocks, lists alone on full ones.
+
+    Tensors: the lists (kv_num_blocks, kv_indices and, with ``full_lists``, full_kv_num_blocks, full_kv_indices), then
+    the mask_mod's captures.  Ints: the block sizes (q_block, kv_block) of the lists, then captures.
+
+    Attributes:
+        program: FxProgram JSON of the mask_mod; None where it is true everywhere.
+        order: how captured tensors and ints interleave.
+        lists: whether block lists restrict the mask; without them every block is partial.
+        full_lists: whether there are lists of full blocks as well.
+    """
+
+    program: str | None
+    order: str
+    lists: bool = False
+    full_lists: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.program is None and not self.lists
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_json(text: str) -> MaskSpec:
+        return MaskSpec(**json.loads(text))
+
+    def build(
+        self,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int],
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        device: torch.device,
+    ) -> MaskPlan:
+        """The exact plan."""
+        from inductor_lowering.to_intervals import BlockRows, plan_from_lists, plan_with_report
+
+        partial = full = None
+        if self.lists:
+            count = 4 if self.full_lists else 2
+            lists, tensors = tensors[:count], tensors[count:]
+            block_size, ints = (ints[0], ints[1]), ints[2:]
+            if self.program is None:
+                return plan_from_lists(*lists, *[None] * (4 - count), block_size, q_len, kv_len)
+            partial = BlockRows.from_lists(lists[0], lists[1], block_size, q_len, kv_len)
+            if self.full_lists:
+                full = BlockRows.from_lists(lists[2], lists[3], block_size, q_len, kv_len)
+        elif self.program is None:
+            return MaskPlan(RowIntervals.full(q_len, kv_len, device))
+        captures = join_captures(self.order, tensors, ints)
+        program = _program(self.program)
+        return plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """A score mod; its tensors and ints are its captures.
+
+    Attributes:
+        forward, joint: FxProgram JSON of the two graphs (see ScoreProgram); both None for the identity.
+        order: how captured tensors and ints interleave.
+        needs_grad: for each capture, whether its gradient is wanted.
+    """
+
+    forward: str | None = None
+    joint: str | None = None
+    order: str = ""
+    needs_grad: tuple[bool, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_json(text: str) -> ScoreSpec:
+        record = json.loads(text)
+        return ScoreSpec(**{**record, "needs_grad": tuple(record["needs_grad"])})
+
+    def build(self, tensors: Sequence[Tensor], ints: Sequence[int]) -> ScoreProgram:
+        if self.forward is None:
+            return ScoreProgram()
+        return ScoreProgram(
+            steps=None,
+            forward=_program(self.forward),
+            joint=None if self.joint is None else _program(self.joint),
+            captures=join_captures(self.order, tensors, ints),
+            needs_grad=self.needs_grad,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(text: str) -> FxProgram:
+    return FxProgram.from_json(text)

@@ -1,0 +1,211 @@
+"""The ops that a compiled graph calls: torch.ops.magi_flex.*
+
+They take a mask and a score mod as spec strings (op_specs.py) plus the tensors and ints these read, so that a graph
+from a compile cache holds everything.  They have no autograd formula: the compiled backward calls its own op.
+
+Results have the strides that FlexAttention's ops promise, given as fill orders (fastest dimension first), so that the
+graph's and the kernel's idea of them cannot differ, whatever layout the compiler chooses for the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magi_flex import plan_memo
+from magi_flex.kernels.layout import empty_in_order, in_order
+from magi_flex.kernels.request import AttentionRequest, ScoreProgram
+from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import MaskSpec, ScoreSpec
+
+_library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
+
+_library.define(
+    "plan_handle(Tensor[] tensors, SymInt[] ints, str spec, SymInt batch, SymInt heads, SymInt q_len, SymInt kv_len, "
+    "Device device) -> Tensor"
+)
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
+    "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
+    "int[] out_order) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_library.define(
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
+    "Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
+    "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
+    "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of lse and max_score."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.impl(_library, "plan_handle", "CompositeExplicitAutograd")
+def plan_handle(
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    spec: str,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> Tensor:
+    """int64 [1] on the CPU: the key of the mask's plan, which lives as long as this tensor's memory."""
+    plan = MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
+    key = plan_memo.new_key()
+    handle = torch.tensor([key], dtype=torch.int64)
+    plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), plan)
+    return handle
+
+
+@torch.library.register_fake("magi_flex::plan_handle", lib=_library)
+def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore[no-untyped-def]
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _plan(
+    handle: Tensor | None, tensors: Sequence[Tensor], ints: Sequence[int], spec: str, q: Tensor, k: Tensor
+) -> MaskPlan:
+    lengths = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    def build() -> MaskPlan:
+        return MaskSpec.from_json(spec).build(tensors, ints, *lengths, q.device)
+
+    return build() if handle is None else plan_memo.recall(int(handle), (spec, *lengths), build)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def _expand_batch(x: Tensor, batch: int) -> Tensor:
+    """Keys and values may have batch size 1 for all queries."""
+    return x if x.shape[0] == batch else x.expand(batch, *x.shape[1:])
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: MaskPlan,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    needs_backward: bool,
+    out_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
+    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    result = route(facts_of(request, needs_backward), backend).forward(request)
+    return in_order(result.out, out_order), result.lse, result.max_score
+
+
+def run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    plan: MaskPlan,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    v_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """(dq, dk, dv, gradients of the score mod's captures that want one, in order)."""
+    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
+    dk, dv = (
+        grad if grad.shape == x.shape else grad.sum(0, keepdim=True, dtype=stats_dtype(grad.dtype)).to(grad.dtype)
+        for grad, x in ((grads.dk, k), (grads.dv, v))
+    )
+    captured = [grad.contiguous() for grad in grads.captures if grad is not None]
+    return in_order(grads.dq, q_order), in_order(dk, k_order), in_order(dv, v_order), captured
+
+
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    mask_ints: Sequence[int],
+    mask: str,
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+    scale: float,
+    backend: str,
+    needs_backward: bool,
+    out_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
+    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order)
+
+
+@torch.library.register_fake("magi_flex::attention", lib=_library)
+def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order):  # type: ignore[no-untyped-def]
+    out = empty_in_order(q, (*q.shape[:3], v.shape[3]), out_order)
+    lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
+    return out, lse, torch.empty_like(lse)
+
+
+@torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    plan: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    mask_ints: Sequence[int],
+    mask: str,
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+    scale: float,
+    backend: str,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    v_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
+    return run_backward(
+        *(q, k, v, out, lse, d_out, d_lse, mask_plan, program, scale, backend),
+        *(q_order, k_order, v_order),
+    )
+
+
+@torch.library.register_fake("magi_flex::attention_backward", lib=_library)
+def _(q, k, v, out, lse, d_out, d_lse, plan, mt, mi, mask, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
+    spec = ScoreSpec.from_json(score)
+    captures = iter(st)
+    tensors = [next(captures) if kind == "t" else None for kind in spec.order]
+    wanted = [x for x, needed in zip(tensors, spec.needs_grad, strict=False) if needed]
+    return (
+        empty_in_order(q, q.shape, q_order),
+        empty_in_order(k, k.shape, k_order),
+        empty_in_order(v, v.shape, v_order),
+        [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted],
+    )
