@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from inductor_lowering.capture import MaskMod, trace_mask_mod
-from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from torch.nn.attention.flex_attention import BlockMask
 
+from inductor_lowering.capture import MaskMod, trace_mask_mod
+from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from magi_flex import tile_map
 from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import explain_route
@@ -85,9 +85,10 @@ class Explanation:
         plan, counts = self.plan, self.counts
         batch, heads, slots, _ = plan.starts.shape
         pairs = batch * heads * plan.q_len * plan.kv_len
-        which = [f"{n} {what}" for n, what in ((batch, "batch entries"), (heads, "heads")) if n > 1]
+        apart = [f"{n} {what}" for n, what in ((batch, "batch entries"), (heads, "heads")) if n > 1]
+        of = " x ".join(apart) or "one for all batch entries and heads"
         lines = [
-            f"{self.name}: {plan.q_len:,} queries x {plan.kv_len:,} keys, {' x '.join(which) or 'one for all batch entries and heads'}",
+            f"{self.name}: {plan.q_len:,} queries x {plan.kv_len:,} keys, {of}",
             f"  intervals  {slots} slot{'s' * (slots > 1)} a row{self._bit_tile_text()}",
             f"  found by   {', '.join(self.report.rules) or self.report.path} ({_path_text(self.report.path)})",
         ]
