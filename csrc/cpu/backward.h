@@ -3,6 +3,10 @@
 //     dS = P * (dO V^T - delta) * d score,  delta = rowsum(dO * O) - d lse
 //     dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO
 //
+// A float32 lse near 10 makes all probabilities of its row wrong by up to 3e-7, several times the error of anything else
+// here.  So for float32 inputs a row tile first computes its probabilities' sums, and divides by them; the
+// probabilities of its first key tiles are kept, the others computed again.
+//
 // dQ of a row tile is finished where it is made.  dK and dV are summed over all query heads of a group in float32
 // buffers that cover only the keys touched.  Where there are fewer (batch, key head) units than threads, the row tiles
 // of a unit are split; whoever finishes a unit's last split adds the splits in order, so that results do not depend on
@@ -10,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <memory>
 
 #include "attention.h"
@@ -20,7 +25,7 @@ class Backward {
  public:
   explicit Backward(const Attention& a)
       : a_(a), steps_(a.score), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)), dim_lanes_(round_up(dim_, kLanes)),
-        v_dim_lanes_(round_up(v_dim_, kLanes)), group_(a.q_heads / a.kv_heads),
+        v_dim_lanes_(round_up(v_dim_, kLanes)), group_(a.kv_heads == 0 ? 1 : a.q_heads / a.kv_heads),
         row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
 
   Status run() {
@@ -67,8 +72,9 @@ class Backward {
     std::atomic<int64_t> left;
   };
   struct Buffers {
-    float *q, *d_out, *out, *q_panels, *d_out_panels, *dq_panels, *p, *ds, *derivative, *k, *v, *lse, *delta;
+    float *q, *d_out, *out, *q_panels, *d_out_panels, *dq_panels, *p, *ds, *derivative, *k, *v, *lse, *delta, *factor;
   };
+  static constexpr int kKeptTiles = 32;  // 1.5 MiB a thread
 
   int64_t split_count(int64_t units) const {
     if (units == 0 || units % a_.threads == 0 || units >= 4 * a_.threads) return 1;
@@ -133,7 +139,8 @@ class Backward {
     const size_t scores = size_t(kKeyTile) * kQueryTile;
     const size_t derivative = steps_.has_derivative() ? scores : 0;
     const size_t keys = size_t(kKeyTile) * dim_, values = size_t(kKeyTile) * v_dim_;
-    scratch.reserve({q, v, v, q, v, q, scores, scores, derivative, keys, values, kQueryTile, kQueryTile});
+    const size_t kept = kept_tiles() * scores;
+    scratch.reserve({q, v, v, q, v, q, kept, scores, derivative, keys, values, kQueryTile, kQueryTile, kQueryTile});
     Buffers b;
     b.q = scratch.take(q);
     b.d_out = scratch.take(v);
@@ -141,14 +148,27 @@ class Backward {
     b.q_panels = scratch.take(q);
     b.d_out_panels = scratch.take(v);
     b.dq_panels = scratch.take(q);
-    b.p = scratch.take(scores);
+    b.p = scratch.take(kept);
     b.ds = scratch.take(scores);
     b.derivative = scratch.take(derivative);
     b.k = scratch.take(keys);
     b.v = scratch.take(values);
     b.lse = scratch.take(kQueryTile);
     b.delta = scratch.take(kQueryTile);
+    b.factor = scratch.take(kQueryTile);
     return b;
+  }
+
+  bool normalises() const { return a_.q.type == Type::kFloat32; }
+
+  // Key tiles whose probabilities are kept; the last place is the one that all further tiles share.
+  int kept_tiles() const {
+    const int64_t most = (a_.kv_len + kKeyTile - 1) / kKeyTile + 1;
+    return !normalises() || steps_.has_derivative() ? 1 : int(std::min<int64_t>(kKeptTiles, most));
+  }
+  bool is_kept(size_t tile) const { return tile + 1 < size_t(kept_tiles()); }
+  float* probabilities(const Buffers& b, size_t tile) const {
+    return b.p + std::min(tile, size_t(kept_tiles() - 1)) * kKeyTile * kQueryTile;
   }
 
   void row_tile(const Unit& unit, Sums& sums, int64_t head, int64_t t) {
@@ -159,7 +179,12 @@ class Backward {
     reset(mask, unit.batch, head, t);
     std::fill_n(b.dq_panels, kQueryTile * dim_, 0.0f);
     if (!mask.tiles().empty()) load_row_tile(unit.batch, head, first, rows, b);
-    for (const KeyTile& tile : mask.tiles()) key_tile(unit, sums, head, first, rows, mask, tile, b);
+    std::fill_n(b.factor, kQueryTile, 1.0f);
+    if (normalises()) {
+      normalise(unit, head, first, rows, mask, b);
+      mask.rewind();
+    }
+    for (size_t i = 0; i < mask.tiles().size(); ++i) key_tile(unit, sums, head, first, rows, mask, i, b);
     for (int p = 0; p < panel_count(rows); ++p) {
       panel_to_rows(b.dq_panels + p * kPanel * dim_, std::min(kPanel, rows - p * kPanel), kPanel, dim_,
                     b.q + p * kPanel * dim_, dim_);
@@ -190,10 +215,60 @@ class Backward {
     }
   }
 
-  void key_tile(const Unit& unit, Sums& sums, int64_t head, int64_t first, int rows, RowTileMask& mask,
-                const KeyTile& tile, const Buffers& b) {
+  // Probabilities of all keys, and the factor that makes each row's sum 1.
+  void normalise(const Unit& unit, int64_t head, int64_t first, int rows, RowTileMask& mask, const Buffers& b) {
+    alignas(64) float sum[kQueryTile] = {};
+    for (size_t i = 0; i < mask.tiles().size(); ++i) {
+      const KeyTile& tile = mask.tiles()[i];
+      const Rows k = rows_in_float(a_.k, unit.batch, unit.kv_head, tile, dim_, b.k);
+      for (int p = 0; p < panel_count(rows); ++p) {
+        const PanelPlace place = panel_place(unit.batch, head, first, rows, p);
+        PanelMask panel_mask;
+        mask.panel(p, place.vecs, tile, &panel_mask);
+        if (panel_mask.lo >= panel_mask.hi) continue;
+        float* probability = probabilities(b, i) + ptrdiff_t{panel_mask.lo} * kQueryTile + p * kPanel;
+        compute_probabilities(place, p, tile, panel_mask, k, b, probability, nullptr);
+        for (int j = 0; j < place.vecs; ++j) {
+          VecF total{};
+          for (int key = 0; key < panel_mask.hi - panel_mask.lo; ++key) {
+            total += load(probability + key * kQueryTile + j * kLanes);
+          }
+          float* to = sum + p * kPanel + j * kLanes;
+          store(to, load(to) + total);
+        }
+      }
+    }
+    for (int i = 0; i < rows; ++i) {
+      // More than rounding: lse is of more keys than these (partial results that are merged later), and stands.
+      const float rounding = 0x1p-22f * std::max(1.0f, std::abs(b.lse[i]));
+      if (std::abs(sum[i] - 1.0f) < rounding) b.factor[i] = 1.0f / sum[i];
+    }
+  }
+
+  void compute_probabilities(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Rows k,
+                             const Buffers& b, float* probability, float* derivative) {
+    const int keys = mask.hi - mask.lo;
+    multiply<false>(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
+                    probability, kQueryTile);
+    if (!steps_.identity() && !steps_.apply(place, tile.begin, mask, probability, derivative, kQueryTile)) {
+      bias_ok_ = false;
+    }
+    if (!mask.full) apply_mask(mask, place.vecs, probability, kQueryTile);
+    for (int j = 0; j < place.vecs; ++j) {
+      const VecF lse = load(b.lse + p * kPanel + j * kLanes);
+      for (int key = 0; key < keys; ++key) {
+        float* at = probability + key * kQueryTile + j * kLanes;
+        store(at, exp2(load(at) - lse));
+      }
+    }
+  }
+
+  void key_tile(const Unit& unit, Sums& sums, int64_t head, int64_t first, int rows, RowTileMask& mask, size_t index,
+                const Buffers& b) {
+    const KeyTile& tile = mask.tiles()[index];
     const Rows k = rows_in_float(a_.k, unit.batch, unit.kv_head, tile, dim_, b.k);
     const Rows v = rows_in_float(a_.v, unit.batch, unit.kv_head, tile, v_dim_, b.v);
+    float* probability = probabilities(b, index);
     const int length = int(tile.end - tile.begin), panels = panel_count(rows);
     PanelMask masks[kQueryTile / kPanel];
     bool whole = true;
@@ -201,14 +276,20 @@ class Backward {
       const PanelPlace place = panel_place(unit.batch, head, first, rows, p);
       mask.panel(p, place.vecs, tile, &masks[p]);
       whole &= masks[p].lo == 0 && masks[p].hi == length;
-      if (masks[p].lo < masks[p].hi) panel(place, p, tile, masks[p], k, v, b);
+      if (masks[p].lo >= masks[p].hi) continue;
+      const ptrdiff_t at = ptrdiff_t{masks[p].lo} * kQueryTile + p * kPanel;
+      float* derivative = steps_.has_derivative() ? b.derivative + at : nullptr;
+      if (!is_kept(index)) {
+        compute_probabilities(place, p, tile, masks[p], k, b, probability + at, derivative);
+      }
+      panel(place, p, masks[p], k, v, b, probability + at, derivative);
     }
     float* dk = sums.dk.get() + (tile.begin - sums.begin) * dim_lanes_;
     float* dv = sums.dv.get() + (tile.begin - sums.begin) * v_dim_lanes_;
     const auto add = [&](int lo, int hi, int row, int count) {
       const ptrdiff_t at = ptrdiff_t{lo} * kQueryTile + row;
-      multiply<true>(hi - lo, v_dim_lanes_ / kLanes, count, {b.p + at, kQueryTile, 1}, b.d_out + row * v_dim_lanes_,
-                     v_dim_lanes_, dv + lo * v_dim_lanes_, v_dim_lanes_);
+      multiply<true>(hi - lo, v_dim_lanes_ / kLanes, count, {probability + at, kQueryTile, 1},
+                     b.d_out + row * v_dim_lanes_, v_dim_lanes_, dv + lo * v_dim_lanes_, v_dim_lanes_);
       multiply<true>(hi - lo, dim_lanes_ / kLanes, count, {b.ds + at, kQueryTile, 1}, b.q + row * dim_lanes_,
                      dim_lanes_, dk + lo * dim_lanes_, dim_lanes_);
     };
@@ -223,26 +304,19 @@ class Backward {
     }
   }
 
-  // P and dS of keys [lo, hi), and what they add to dQ.
-  void panel(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Rows k, Rows v,
-             const Buffers& b) {
+  // From probabilities of keys [lo, hi) to dS, and what it adds to dQ.
+  void panel(const PanelPlace& place, int p, const PanelMask& mask, Rows k, Rows v, const Buffers& b,
+             float* probability, const float* derivative) const {
     const int keys = mask.hi - mask.lo;
-    const ptrdiff_t at = ptrdiff_t{mask.lo} * kQueryTile + p * kPanel;
-    float *probability = b.p + at, *ds = b.ds + at;
-    float* derivative = steps_.has_derivative() ? b.derivative + at : nullptr;
-    multiply<false>(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
-                    probability, kQueryTile);
-    if (!steps_.identity() && !steps_.apply(place, tile.begin, mask, probability, derivative, kQueryTile)) {
-      bias_ok_ = false;
-    }
-    if (!mask.full) apply_mask(mask, place.vecs, probability, kQueryTile);
+    float* ds = b.ds + ptrdiff_t{mask.lo} * kQueryTile + p * kPanel;
     multiply<false>(keys, place.vecs, v_dim_, {v.data + mask.lo * v.row, v.row, 1}, b.d_out_panels + p * kPanel * v_dim_,
                     kPanel, ds, kQueryTile);
     for (int j = 0; j < place.vecs; ++j) {
-      const VecF lse = load(b.lse + p * kPanel + j * kLanes), delta = load(b.delta + p * kPanel + j * kLanes);
+      const int lane = p * kPanel + j * kLanes;
+      const VecF delta = load(b.delta + lane), factor = load(b.factor + lane);
       for (int key = 0; key < keys; ++key) {
         const int i = key * kQueryTile + j * kLanes;
-        const VecF x = exp2(load(probability + i) - lse);
+        const VecF x = load(probability + i) * factor;
         store(probability + i, x);
         VecF d = x * (load(ds + i) - delta);
         if (derivative != nullptr) d *= load(derivative + i);

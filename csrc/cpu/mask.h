@@ -62,9 +62,12 @@ class RowTileMask {
     row_ptr_ = mask.row_ptr == nullptr
                    ? nullptr
                    : mask.row_ptr + batch * mask.row_ptr_batch_stride + head * mask.row_ptr_head_stride;
-    std::fill(std::begin(first_slot_), std::end(first_slot_), 0);
+    rewind();
     find_tiles();
   }
+
+  // Before a second pass over the tiles.
+  void rewind() { std::fill(std::begin(first_slot_), std::end(first_slot_), 0); }
 
   // Ascending, disjoint; keys in no tile attend to nothing here.
   const std::vector<KeyTile>& tiles() const { return tiles_; }

@@ -48,7 +48,7 @@ inline void multiply_block(int depth, const float* a, ptrdiff_t a_row, ptrdiff_t
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) sum[i][j] = kAccumulate ? load(c + i * c_row + j * kLanes) : VecF{};
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = VecF{};
   }
   for (int k = 0; k < depth; ++k) {
     VecF right[kVecs];
@@ -69,7 +69,11 @@ inline void multiply_block(int depth, const float* a, ptrdiff_t a_row, ptrdiff_t
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) store(c + i * c_row + j * kLanes, sum[i][j]);
+    for (int j = 0; j < kVecs; ++j) {
+      float* to = c + i * c_row + j * kLanes;
+      // C comes last: sums of sums round less than one long sum.
+      store(to, kAccumulate ? load(to) + sum[i][j] : sum[i][j]);
+    }
   }
 }
 
