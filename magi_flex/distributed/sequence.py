@@ -6,7 +6,6 @@ Shape legend: Q local rows.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from magi_flex.distributed.dispatch import Dispatch, expand_ranges
 from magi_flex.distributed.group_plan import GroupPlan
