@@ -58,7 +58,9 @@ class CanonicalMaskMod:
     def plan(self) -> MaskPlan:
         """The plan; its tensors are the captures themselves (lists of bit tiles without their padding)."""
         bits = self.bit_tiles
-        return MaskPlan(RowIntervals(self.starts, self.ends, self.kv_len), None if bits is None else without_padding(bits))
+        return MaskPlan(
+            RowIntervals(self.starts, self.ends, self.kv_len), None if bits is None else without_padding(bits)
+        )
 
     def to(self, device: torch.device | str) -> CanonicalMaskMod:
         bits = self.bit_tiles
