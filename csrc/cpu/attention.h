@@ -1,6 +1,7 @@
 // The C interface, and what forward and backward share.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "mask.h"
@@ -51,9 +52,16 @@ inline PanelPlace panel_place(int64_t batch, int64_t head, int64_t first_row, in
   return {batch, head, first_row + panel * kPanel, left, int((left + kLanes - 1) / kLanes)};
 }
 
-// A score program that is the identity costs nothing: its factors go into the queries.
-inline float query_factor(const Attention& a, const ScoreSteps& steps) {
-  return steps.identity() ? a.scale * kLog2E : a.scale;
+// Scores in the log2 domain are `score` * (`query` * q k^T, then the score program).  The scale is applied in the same
+// instruction that subtracts the maximum, so it rounds nothing more; only its sign, which turns the order of scores,
+// goes into the queries.
+struct Factors {
+  float query, score;
+};
+inline Factors factors(const Attention& a, const ScoreSteps& steps) {
+  if (!steps.identity()) return {1.0f, kLog2E};
+  if (a.scale == 0.0f) return {0.0f, kLog2E};
+  return {std::copysign(1.0f, a.scale), std::abs(a.scale) * kLog2E};
 }
 
 }  // namespace magi

@@ -24,7 +24,7 @@ namespace magi {
 class Backward {
  public:
   explicit Backward(const Attention& a)
-      : a_(a), steps_(a.score), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)), dim_lanes_(round_up(dim_, kLanes)),
+      : a_(a), steps_(a.score), factors_(factors(a, steps_)), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)), dim_lanes_(round_up(dim_, kLanes)),
         v_dim_lanes_(round_up(v_dim_, kLanes)), group_(a.kv_heads == 0 ? 1 : a.q_heads / a.kv_heads),
         row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
 
@@ -198,7 +198,7 @@ class Backward {
     load_rows(a_.out, batch, head, first, first + rows, v_dim_, b.out, v_dim_lanes_);
     for (int p = 0; p < panel_count(rows); ++p) {
       const int count = std::min(kPanel, rows - p * kPanel);
-      rows_to_panel(b.q + p * kPanel * dim_lanes_, dim_lanes_, count, kPanel, dim_, query_factor(a_, steps_),
+      rows_to_panel(b.q + p * kPanel * dim_lanes_, dim_lanes_, count, kPanel, dim_, factors_.query,
                     b.q_panels + p * kPanel * dim_);
       rows_to_panel(b.d_out + p * kPanel * v_dim_lanes_, v_dim_lanes_, count, kPanel, v_dim_, 1.0f,
                     b.d_out_panels + p * kPanel * v_dim_);
@@ -240,7 +240,7 @@ class Backward {
     }
     for (int i = 0; i < rows; ++i) {
       // More than rounding: lse is of more keys than these (partial results that are merged later), and stands.
-      const float rounding = 0x1p-22f * std::max(1.0f, std::abs(b.lse[i]));
+      const float rounding = 0x1p-22f * std::clamp(std::abs(b.lse[i]), 1.0f, 0x1p16f);
       if (std::abs(sum[i] - 1.0f) < rounding) b.factor[i] = 1.0f / sum[i];
     }
   }
@@ -250,7 +250,7 @@ class Backward {
     const int keys = mask.hi - mask.lo;
     multiply<false>(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
                     probability, kQueryTile);
-    if (!steps_.identity() && !steps_.apply(place, tile.begin, mask, probability, derivative, kQueryTile)) {
+    if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, probability, derivative, kQueryTile)) {
       bias_ok_ = false;
     }
     if (!mask.full) apply_mask(mask, place.vecs, probability, kQueryTile);
@@ -258,7 +258,7 @@ class Backward {
       const VecF lse = load(b.lse + p * kPanel + j * kLanes);
       for (int key = 0; key < keys; ++key) {
         float* at = probability + key * kQueryTile + j * kLanes;
-        store(at, exp2(load(at) - lse));
+        store(at, exp2(load(at) * factors_.score - lse));
       }
     }
   }
@@ -349,6 +349,7 @@ class Backward {
 
   const Attention& a_;
   const ScoreSteps steps_;
+  const Factors factors_;
   const int dim_, v_dim_, dim_lanes_, v_dim_lanes_;  // *_lanes_: rounded up to whole vectors
   const int64_t group_, row_tiles_;
   std::atomic<bool> bias_ok_{true};

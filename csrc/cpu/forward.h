@@ -15,7 +15,7 @@ namespace magi {
 class Forward {
  public:
   explicit Forward(const Attention& a)
-      : a_(a), steps_(a.score), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)),
+      : a_(a), steps_(a.score), factors_(factors(a, steps_)), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)),
         row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
 
   Status run() {
@@ -65,7 +65,7 @@ class Forward {
       load_rows(a_.q, batch, head, first, last, dim_, b.rows, dim_);
       for (int p = 0; p < panel_count(rows); ++p) {
         rows_to_panel(b.rows + p * kPanel * dim_, dim_, std::min(kPanel, rows - p * kPanel), kPanel, dim_,
-                      query_factor(a_, steps_), b.q_panels + p * kPanel * dim_);
+                      factors_.query, b.q_panels + p * kPanel * dim_);
       }
     }
     for (const KeyTile& tile : mask.tiles()) {
@@ -86,7 +86,9 @@ class Forward {
     const int keys = mask.hi - mask.lo;
     multiply<false>(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
                     b.scores, kPanel);
-    if (!steps_.identity() && !steps_.apply(place, tile.begin, mask, b.scores, nullptr, kPanel)) bias_ok_ = false;
+    if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, b.scores, nullptr, kPanel)) {
+      bias_ok_ = false;
+    }
     if (!mask.full) apply_mask(mask, place.vecs, b.scores, kPanel);
     float* out = b.out_panels + p * kPanel * v_dim_;
     for (int j = 0; j < place.vecs; ++j) {
@@ -96,7 +98,7 @@ class Forward {
     multiply<true>(v_dim_, place.vecs, keys, {v.data + mask.lo * v.row, 1, v.row}, b.scores, kPanel, out, kPanel);
   }
 
-  // One column of lanes: scores become exp2(score - max); sum and out are brought to the new maximum.
+  // One column of lanes: scores become exp2(factor * (score - max)); sum and out are brought to the new maximum.
   void softmax(int keys, float* scores, float* max, float* sum, float* out) const {
     const VecF old_max = load(max);
     VecF high[2] = {old_max, old_max};  // two chains: a maximum takes several cycles
@@ -108,10 +110,10 @@ class Forward {
     if (key < keys) high[0] = max_or_second(high[0], load(scores + key * kPanel));
     const VecF new_max = max_or_second(high[0], high[1]);
     // A lane without any key yet subtracts 0, not minus infinity.
-    const VecF base = new_max == -kInfinity ? VecF{} : new_max;
+    const VecF base = new_max == -kInfinity ? VecF{} : new_max * factors_.score;
     VecF total{};
     for (key = 0; key < keys; ++key) {
-      const VecF p = exp2(load(scores + key * kPanel) - base);
+      const VecF p = exp2(load(scores + key * kPanel) * factors_.score - base);
       total += p;
       store(scores + key * kPanel, p);
     }
@@ -119,7 +121,7 @@ class Forward {
       store(sum, load(sum) + total);
       return;
     }
-    const VecF shrink = exp2(old_max - base);
+    const VecF shrink = exp2(old_max * factors_.score - base);
     store(sum, load(sum) * shrink + total);
     store(max, new_max);
     for (int e = 0; e < v_dim_; ++e) store(out + e * kPanel, load(out + e * kPanel) * shrink);
@@ -128,9 +130,9 @@ class Forward {
   void finish(int64_t batch, int64_t head, int64_t first, int rows, const Buffers& b) const {
     const int64_t at = (batch * a_.q_heads + head) * a_.q_len + first;
     for (int i = 0; i < rows; ++i) {
-      const float sum = b.sum[i];
-      a_.lse[at + i] = sum == 0.0f ? -kInfinity : b.max[i] + std::log2(sum);
-      a_.max_score[at + i] = b.max[i];
+      const float sum = b.sum[i], max = b.max[i] * factors_.score;
+      a_.lse[at + i] = sum == 0.0f ? -kInfinity : max + std::log2(sum);
+      a_.max_score[at + i] = max;
     }
     for (int p = 0; p < panel_count(rows); ++p) {
       float* out = b.out_panels + p * kPanel * v_dim_;
@@ -149,6 +151,7 @@ class Forward {
 
   const Attention& a_;
   const ScoreSteps steps_;
+  const Factors factors_;
   const int dim_, v_dim_;
   const int64_t row_tiles_;
   std::atomic<bool> bias_ok_{true};

@@ -49,15 +49,16 @@ class ScoreSteps {
   bool identity() const { return program_.count == 0; }
   bool has_derivative() const { return has_derivative_; }  // other than 1 everywhere
 
-  // Keys key_begin + [mask.lo, mask.hi).  derivative: null, or as large as the scores; becomes d score / d (q k^T scale).
-  // Scores come out in the log2 domain.  False: a pair that attends has a bias outside of its table.
-  bool apply(const PanelPlace& at, int64_t key_begin, const PanelMask& mask, float* scores, float* derivative,
-             int row) const {
+  // Keys key_begin + [mask.lo, mask.hi).  derivative: null, or as large as the scores; becomes d score / d (scale q k^T).
+  // Scores come in as q k^T.  False: a pair that attends has a bias outside of its table.
+  bool apply(float scale, const PanelPlace& at, int64_t key_begin, const PanelMask& mask, float* scores,
+             float* derivative, int row) const {
     const int keys = mask.hi - mask.lo;
     bool in_range = true;
-    if (derivative != nullptr) {
-      each(keys, at.vecs, row, [&](int, int, int i) { store(derivative + i, splat(1.0f)); });
-    }
+    each(keys, at.vecs, row, [&](int, int, int i) {
+      store(scores + i, load(scores + i) * scale);
+      if (derivative != nullptr) store(derivative + i, splat(1.0f));
+    });
     for (int64_t s = 0; s < program_.count; ++s) {
       const ScoreStep& step = program_.steps[s];
       switch (step.kind) {
@@ -78,7 +79,6 @@ class ScoreSteps {
         case StepKind::kBias: in_range &= add_bias(step, at, key_begin, mask, scores, row); break;
       }
     }
-    each(keys, at.vecs, row, [&](int, int, int i) { store(scores + i, load(scores + i) * kLog2E); });
     return in_range;
   }
 
