@@ -58,11 +58,6 @@ def dense_mask(batch: PackedBatch, device: torch.device) -> Tensor:
     return create_mask(mask_mod, 1, 1, length, length, device=device)
 
 
-def next_token_loss(model: Transformer, tokens: Tensor, positions: Tensor, targets: Tensor, mask: Any) -> Tensor:
-    logits_BSV = model(tokens, positions, mask)
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets.flatten())
-
-
 def learning_rate(step: int, steps: int, peak: float) -> float:
     """Linear warm-up over the first tenth, then a half cosine to a tenth of the peak."""
     warmup = max(1, steps // 10)
@@ -83,17 +78,18 @@ def train(
     config = ModelConfig(layers=args.layers, dim=args.dim, q_heads=args.q_heads, kv_heads=args.kv_heads)
     model = Transformer(config, attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    loss_of = torch.compile(next_token_loss, fullgraph=True)
-
     torch._dynamo.reset()
+    for block in model.blocks:  # all alike: one compilation serves every layer
+        block.compile(fullgraph=True)
     torch._dynamo.utils.counters.clear()
     losses, seconds = [], []
     for step, batch in enumerate(itertools.islice(packed_batches(args.seq_len, args.seed), args.steps)):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
-        inputs = (x.to(device) for x in (batch.tokens, batch.positions, batch.targets))
-        loss = loss_of(model, *inputs, make_mask(batch, device))
+        tokens, positions, targets = (x.to(device) for x in (batch.tokens, batch.positions, batch.targets))
+        logits_BSV = model(tokens, positions, make_mask(batch, device))
+        loss = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -115,7 +111,7 @@ class Progress:
         done = step + 1
         bar = "█" * (24 * done // self.steps)
         rate = "compiling" if step == 0 else f"{self.seq_len / seconds:7,.0f} tokens/s"
-        line = f"step {done:4d}/{self.steps} |{bar:<24}| loss {loss:.3f}  {batch.count:2d} documents  {rate}"
+        line = f"step {done:4d}/{self.steps} |{bar:<24}| loss {loss:.3f}  {batch.count:2d} docs  {rate}"
         last = done == self.steps
         if self.live:
             print(f"\r{line:<100}", end="\n" if last else "", flush=True)
@@ -153,8 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     magi_flex.enable()
 
-    mask = flex_mask(next(packed_batches(args.seq_len, args.seed)), torch.device(args.device))
-    print(magi_flex.explain(mask), end="\n\n")
+    first_mask = mods.document_causal(next(packed_batches(args.seq_len, args.seed)).documents)
+    call = {"heads": (args.q_heads, args.kv_heads), "head_dim": args.dim // args.q_heads, "device": args.device}
+    print(magi_flex.explain(first_mask, args.seq_len, args.seq_len, name="document_causal", **call), end="\n\n")
     ours = train(args, attend_flex, flex_mask, Progress(args))
     print(summary("magi_flex", ours, args.seq_len))
     if not args.compare_stock:

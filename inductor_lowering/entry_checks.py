@@ -33,6 +33,11 @@ def _compiling_with_us() -> bool:
     return current_compiler() in COMPILERS
 
 
+def serving() -> bool:
+    """Whether our kernels take the calls that are made, or compiled, now."""
+    return ACTIVE_BACKEND is not None or current_compiler() in COMPILERS
+
+
 def _served_on_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu" and (ACTIVE_BACKEND is not None or _compiling_with_us())
 

@@ -9,10 +9,13 @@ K keys.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_NETWORK_SLOTS = 16
 
 
 def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -21,23 +24,85 @@ def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[T
     Canonical: sorted by start, disjoint, not adjacent, within [0, kv_len]; the unused ones come last and are stored
     as ``(kv_len, 0)``, so that the minimum of starts and the maximum of ends over rows need no emptiness check.
     """
-    starts = starts_BHRQ.to(torch.int32).clamp(0, kv_len)
-    ends = ends_BHRQ.to(torch.int32).clamp(0, kv_len)
+    starts = starts_BHRQ.clamp(0, kv_len).to(torch.int32)
+    ends = ends_BHRQ.clamp(0, kv_len).to(torch.int32)
     empty = ends <= starts
-    starts = starts.masked_fill(empty, kv_len)
-    ends = ends.masked_fill(empty, 0)
-    if starts.shape[2] == 1:
-        return starts, ends
-    starts, order = starts.sort(dim=2, stable=True)
-    ends = ends.gather(2, order)
-    reach = ends.cummax(dim=2).values
-    begins_group = torch.ones_like(starts, dtype=torch.bool)
-    begins_group[:, :, 1:] = starts[:, :, 1:] > reach[:, :, :-1]
-    begins_group &= ends > 0
-    slot = (begins_group.to(torch.int32).cumsum(2) - 1).clamp_(min=0)
-    merged_starts = torch.full_like(starts, kv_len).scatter_reduce_(2, slot, starts, "amin")
-    merged_ends = torch.zeros_like(ends).scatter_reduce_(2, slot, ends, "amax")
-    return merged_starts, merged_ends
+    slots = list(zip(starts.masked_fill(empty, kv_len).unbind(2), ends.masked_fill_(empty, 0).unbind(2), strict=True))
+    if len(slots) > 1:
+        _sort_by_start(slots)
+        _merge_sorted(slots, kv_len)
+        _sort_by_start(slots)
+    return torch.stack([s for s, _ in slots], 2), torch.stack([e for _, e in slots], 2)
+
+
+def _sort_by_start(slots: list[tuple[Tensor, Tensor]]) -> None:
+    """Order the (start, end) pairs of each row, in place: few slots by a sorting network (whole-tensor operations)."""
+    if len(slots) > _NETWORK_SLOTS:
+        starts, order = torch.stack([s for s, _ in slots], 2).sort(dim=2)
+        ends = torch.stack([e for _, e in slots], 2).gather(2, order)
+        slots[:] = zip(starts.unbind(2), ends.unbind(2), strict=True)
+        return
+    for i, j in _sorting_network(len(slots)):
+        (start_i, end_i), (start_j, end_j) = slots[i], slots[j]
+        swap = start_j < start_i
+        slots[i] = torch.minimum(start_i, start_j), torch.where(swap, end_j, end_i)
+        slots[j] = torch.maximum(start_i, start_j), torch.where(swap, end_i, end_j)
+
+
+@functools.cache
+def _sorting_network(size: int) -> tuple[tuple[int, int], ...]:
+    """Comparators of Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M)."""
+    comparators = []
+    largest = 1 << max(0, (size - 1).bit_length() - 1)
+    phase = largest
+    while phase:
+        block, offset, distance = largest, 0, phase
+        while True:
+            comparators += [(i, i + distance) for i in range(size - distance) if i & phase == offset]
+            if block == phase:
+                break
+            block, offset, distance = block // 2, phase, block - phase
+        phase //= 2
+    return tuple(comparators)
+
+
+def _merge_sorted(slots: list[tuple[Tensor, Tensor]], kv_len: int) -> None:
+    """Join what overlaps or touches, in place; the joined interval takes the slot of its first member."""
+    reach = [slots[0][1]]
+    begins = [slots[0][1] > 0]
+    for start, end in slots[1:]:
+        begins.append((start > reach[-1]) & (end > 0))
+        reach.append(torch.maximum(reach[-1], end))
+    joined_end = reach[-1]
+    for r in reversed(range(len(slots))):
+        own_end = joined_end
+        if r:
+            joined_end = torch.where(begins[r], reach[r - 1], joined_end)
+        slots[r] = slots[r][0].masked_fill(~begins[r], kv_len), own_end.masked_fill(~begins[r], 0)
+
+
+def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys that a row has and the row before has not (``step`` 1), or the other way round (-1), as (row, begin, end).
+
+    Rows are those of all heads with one more a head, the empty one after the last; ascending.
+    """
+    pad = (1, 1)
+    starts = torch.nn.functional.pad(intervals.starts, pad, value=intervals.kv_len).flatten(0, 1).transpose(0, 1)
+    ends = torch.nn.functional.pad(intervals.ends, pad, value=0).flatten(0, 1).transpose(0, 1)
+    before = [x[..., :-1].flatten(1) for x in (starts, ends)]
+    here = [x[..., 1:].flatten(1) for x in (starts, ends)]
+    changed = ((before[0] != here[0]) | (before[1] != here[1])).any(0).nonzero().squeeze(1)
+    (own_starts, own_ends), (other_starts, other_ends) = (here, before)[::step]
+    own_starts, own_ends = own_starts[:, changed], own_ends[:, changed]
+    other_starts, other_ends = other_starts[:, changed], other_ends[:, changed]
+    # The other row's gaps: before its first interval, between two, after the last.
+    gap_begins = other_ends.masked_fill(other_ends <= other_starts, intervals.kv_len)
+    gap_begins = torch.nn.functional.pad(gap_begins, (0, 0, 1, 0), value=0)
+    gap_ends = torch.nn.functional.pad(other_starts, (0, 0, 0, 1), value=intervals.kv_len)
+    begins = torch.maximum(own_starts.T[:, :, None], gap_begins.T[:, None])
+    ends = torch.minimum(own_ends.T[:, :, None], gap_ends.T[:, None])
+    kept = ends > begins
+    return changed[kept.nonzero()[:, 0]], begins[kept], ends[kept]
 
 
 @dataclass(frozen=True)
@@ -59,16 +124,31 @@ class RowIntervals:
 
     @staticmethod
     def build(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> RowIntervals:
-        """From arbitrary (unsorted, overlapping, out of range) intervals."""
+        """From arbitrary (unsorted, overlapping, out of range) intervals, integer ``[B, H, R, Q]`` with R >= 1.
+
+        Raises ValueError for other shapes or dtypes, and for a kv_len outside of int32.
+        """
+        if starts_BHRQ.dim() != 4 or starts_BHRQ.shape != ends_BHRQ.shape or not starts_BHRQ.shape[2]:
+            raise ValueError(
+                f"starts, ends: are {list(starts_BHRQ.shape)} and {list(ends_BHRQ.shape)}; "
+                "give both as [batch, heads, intervals, rows] with at least one interval"
+            )
+        for name, bounds in (("starts", starts_BHRQ), ("ends", ends_BHRQ)):
+            if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
+                raise ValueError(f"{name}: is {bounds.dtype}; give integers")
+        if not 0 <= kv_len < 2**31:
+            raise ValueError(f"kv_len: is {kv_len}; give a number of keys from 0 to 2**31 - 1")
         return RowIntervals(*canonicalize(starts_BHRQ, ends_BHRQ, kv_len), kv_len)
 
     @staticmethod
     def full(q_len: int, kv_len: int, device: torch.device | str = "cpu") -> RowIntervals:
+        """Every row attends to every key; B, H and R are 1."""
         starts = torch.zeros(1, 1, 1, q_len, dtype=torch.int32, device=device)
         return RowIntervals.build(starts, starts + kv_len, kv_len)
 
     @staticmethod
     def empty(q_len: int, kv_len: int, device: torch.device | str = "cpu") -> RowIntervals:
+        """No row attends to any key; B, H and R are 1."""
         zeros = torch.zeros(1, 1, 1, q_len, dtype=torch.int32, device=device)
         return RowIntervals.build(zeros, zeros, kv_len)
 
@@ -76,20 +156,30 @@ class RowIntervals:
     def from_dense(mask_BHQK: Tensor) -> RowIntervals:
         """From a dense bool mask ``[B, H, Q, K]``; R is the largest number of runs in any row."""
         batch, heads, q_len, kv_len = mask_BHQK.shape
-        padded = torch.nn.functional.pad(mask_BHQK.to(torch.int8), (1, 1))
-        edge = padded.diff(dim=-1)
-        runs = max(1, int((edge == 1).sum(-1).max())) if edge.numel() else 1
-        shape = (batch, heads, q_len, runs)
+        edges = torch.nn.functional.pad(mask_BHQK.flatten(0, 2).to(torch.int8), (1, 1)).diff(dim=-1)
+        row, starts = (edges == 1).nonzero(as_tuple=True)
+        _, ends = (edges == -1).nonzero(as_tuple=True)
+        return RowIntervals.from_runs(row, starts, ends, (batch, heads, q_len), kv_len)
+
+    @staticmethod
+    def from_runs(
+        row: Tensor, starts: Tensor, ends: Tensor, shape_BHQ: tuple[int, int, int], kv_len: int
+    ) -> RowIntervals:
+        """From a flat list of intervals that are canonical in each row and sorted by row.
+
+        ``row`` is int64 ``[N]``, numbered over B, H and Q; ``starts`` and ``ends`` are integers ``[N]``.  R is the
+        largest number of intervals in any row.
+        """
+        batch, heads, q_len = shape_BHQ
+        total_rows = batch * heads * q_len
+        count = torch.bincount(row, minlength=total_rows)
+        slots = max(1, int(count.max())) if len(row) else 1
+        slot = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
         bounds = []
-        for kind, fill in ((1, kv_len), (-1, 0)):
-            where = (edge == kind).nonzero()
-            row = (where[:, 0] * heads + where[:, 1]) * q_len + where[:, 2]
-            count = torch.bincount(row, minlength=batch * heads * q_len)
-            first = count.cumsum(0) - count
-            slot = torch.arange(len(row), device=row.device) - first[row]
-            out = torch.full((batch * heads * q_len, runs), fill, dtype=torch.int32, device=mask_BHQK.device)
-            out[row, slot] = where[:, 3].to(torch.int32)
-            bounds.append(out.view(shape).transpose(2, 3).contiguous())
+        for values, unused in ((starts, kv_len), (ends, 0)):
+            bound = torch.full((total_rows, slots), unused, dtype=torch.int32, device=row.device)
+            bound[row, slot] = values.to(torch.int32)
+            bounds.append(bound.view(batch, heads, q_len, slots).transpose(2, 3).contiguous())
         return RowIntervals(bounds[0], bounds[1], kv_len)
 
     # ---- properties ---------------------------------------------------------------------------------------------
@@ -148,20 +238,20 @@ class RowIntervals:
             raise ValueError(
                 f"other: has {other.q_len} x {other.kv_len} rows x keys, but {self.q_len} x {self.kv_len} is needed"
             )
-        batch = max(self.starts.shape[0], other.starts.shape[0])
-        heads = max(self.starts.shape[1], other.starts.shape[1])
-        pair = []
-        for x in (self, other):
-            shape = (batch, heads, x.max_intervals, x.q_len)
-            pair.append((x.starts.expand(shape), x.ends.expand(shape)))
-        return pair[0], pair[1]
+        batch, heads = (
+            theirs if mine == 1 else mine
+            for mine, theirs in zip(self.starts.shape[:2], other.starts.shape, strict=False)
+        )
+        one, two = self.expand(batch, heads), other.expand(batch, heads)
+        return (one.starts, one.ends), (two.starts, two.ends)
 
     def union(self, other: RowIntervals) -> RowIntervals:
+        """Row-wise union; R1 + R2 slots.  B and H broadcast."""
         (s0, e0), (s1, e1) = self._aligned(other)
         return RowIntervals.build(torch.cat((s0, s1), 2), torch.cat((e0, e1), 2), self.kv_len)
 
     def intersect(self, other: RowIntervals) -> RowIntervals:
-        """Row-wise intersection; at most R1 + R2 - 1 intervals a row."""
+        """Row-wise intersection; at most R1 + R2 - 1 intervals a row.  B and H broadcast."""
         (s0, e0), (s1, e1) = self._aligned(other)
         starts = torch.maximum(s0[:, :, :, None], s1[:, :, None]).flatten(2, 3)
         ends = torch.minimum(e0[:, :, :, None], e1[:, :, None]).flatten(2, 3)
@@ -170,6 +260,7 @@ class RowIntervals:
         return RowIntervals(starts[:, :, :most].contiguous(), ends[:, :, :most].contiguous(), self.kv_len)
 
     def complement(self) -> RowIntervals:
+        """The keys that each row does not attend to; R + 1 slots."""
         empty = self.ends <= self.starts
         ends = self.ends.masked_fill(empty, self.kv_len)
         edge = torch.zeros_like(self.starts[:, :, :1])
@@ -185,6 +276,38 @@ class RowIntervals:
         ends = (self.ends.long() + offset).clamp(0, kv_len)
         return RowIntervals.build(starts, ends.masked_fill(empty, 0), kv_len)
 
+    def transpose(self, max_intervals: int) -> RowIntervals | None:
+        """The mask by columns: rows and keys change roles (reads the data).
+
+        None where some key would need more than ``max_intervals`` intervals of rows.
+        """
+        batch, heads, _, q_len = self.starts.shape
+        total_keys = batch * heads * self.kv_len
+        appear, vanish = (_changes(self, step) for step in (1, -1))
+        if sum(int((end - begin).sum()) for _, begin, end in (appear, vanish)) > 2 * max_intervals * total_keys:
+            return None
+        bounds = []
+        for (row, begin, end), unused in ((appear, q_len), (vanish, 0)):
+            size = (end - begin).long()
+            which = torch.repeat_interleave(torch.arange(len(size), device=row.device), size)
+            key = torch.arange(len(which), device=row.device) + (begin - size.cumsum(0) + size)[which]
+            row = row[which]
+            key += row // (q_len + 1) * self.kv_len
+            count = torch.bincount(key, minlength=total_keys)
+            slots = max(1, int(count.max())) if total_keys else 1
+            if slots > max_intervals:
+                return None
+            bound_YR = torch.full((total_keys, slots), unused, dtype=torch.int32, device=row.device)
+            if slots == 1:
+                slot = torch.zeros_like(key)
+            else:  # rows ascend, so a stable sort by key numbers the runs of each key
+                key, order = key.sort(stable=True)
+                row = row[order]
+                slot = torch.arange(len(key), device=row.device) - (count.cumsum(0) - count)[key]
+            bound_YR[key, slot] = (row % (q_len + 1)).to(torch.int32)
+            bounds.append(bound_YR.view(batch, heads, self.kv_len, slots).transpose(2, 3).contiguous())
+        return RowIntervals(bounds[0], bounds[1], q_len)
+
     # ---- sharding -----------------------------------------------------------------------------------------------
 
     def take_rows(self, rows: Tensor | slice) -> RowIntervals:
@@ -192,7 +315,10 @@ class RowIntervals:
         return RowIntervals(self.starts[..., rows].contiguous(), self.ends[..., rows].contiguous(), self.kv_len)
 
     def take_keys(self, keys: Tensor) -> RowIntervals:
-        """Keep the sorted, distinct ``keys`` and renumber them 0, 1, ...: each interval stays one interval."""
+        """Keep the sorted, distinct ``keys`` (not checked) and renumber them 0, 1, ...
+
+        Each interval stays one interval, because what is kept of it is consecutive among the kept keys.
+        """
         keys = keys.to(torch.int32)
         starts = torch.searchsorted(keys, self.starts.contiguous(), out_int32=True)
         ends = torch.searchsorted(keys, self.ends.contiguous(), out_int32=True)

@@ -29,15 +29,19 @@ class GroupWork:
     Call it, and :meth:`wait`, in the same order on every rank.
     """
 
-    def __init__(self, steps: Sequence[Step], data: list[Tensor]):
+    def __init__(self, steps: Sequence[Step], data: list[Tensor], on_done: Callable[[], None] | None = None):
+        """``on_done``: called when the last hop has arrived (on a GPU: on a stream that waits for it)."""
         self._steps = list(steps)
         self._data = data
+        self._on_done = on_done
         self._pending: tuple[RowExchange, Finish] | None = None
         self._start()
 
     def _start(self) -> None:
         if self._steps:
             self._pending = self._steps.pop(0)(self._data)
+            if not self._steps and self._on_done is not None:
+                self._pending[0].notify(self._on_done)
 
     def advance(self) -> None:
         """Finish the hop under way and start the next one; does nothing on the last hop."""
@@ -94,8 +98,13 @@ def _finish_cast(received: Sequence[Tensor], plan: GroupPlan) -> list[Tensor]:
     ]
 
 
-def start_group_cast(tensors: Sequence[Tensor], plan: Plans, group: dist.ProcessGroup | None = None) -> GroupWork:
-    """:func:`group_cast` that returns at once; not differentiable."""
+def start_group_cast(
+    tensors: Sequence[Tensor],
+    plan: Plans,
+    group: dist.ProcessGroup | None = None,
+    on_done: Callable[[], None] | None = None,
+) -> GroupWork:
+    """``group_cast`` that returns at once; not differentiable."""
     group, hops = group_of(group), hops_of(plan)
     check_rows(tensors, hops[0].in_rows, len(hops[0].send_counts), group, "input")
     own = list(tensors)
@@ -109,7 +118,7 @@ def start_group_cast(tensors: Sequence[Tensor], plan: Plans, group: dist.Process
 
         return start
 
-    return GroupWork([step(i) for i in range(len(hops))], own)
+    return GroupWork([step(i) for i in range(len(hops))], own, on_done)
 
 
 # ---- reductions -----------------------------------------------------------------------------------------------------
@@ -155,8 +164,9 @@ def start_group_reduce(
     group: dist.ProcessGroup | None = None,
     op: Reduction = "sum",
     initial: Sequence[Tensor] | None = None,
+    on_done: Callable[[], None] | None = None,
 ) -> GroupWork:
-    """:func:`group_reduce` that returns at once; not differentiable.
+    """``group_reduce`` that returns at once; not differentiable.
 
     ``initial``: rows ``[in_rows, ...]`` to add to, in place (float32, or float64 for float64 inputs).
     """
@@ -192,7 +202,7 @@ def start_group_reduce(
 
         return _start_reduce(data, hops[0], group), finish
 
-    return GroupWork([last] if len(hops) == 1 else [first_of_two, last], list(tensors))
+    return GroupWork([last] if len(hops) == 1 else [first_of_two, last], list(tensors), on_done)
 
 
 def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: dist.ProcessGroup, op: str) -> None:

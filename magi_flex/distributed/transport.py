@@ -7,7 +7,7 @@ Shape legend: S sent rows, T received rows, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,10 @@ class RowExchange:
     @staticmethod
     def _column(packed: Tensor, form: RowFormat) -> Tensor:
         return packed[:, form.begin : form.end].view(form.dtype)
+
+    def notify(self, on_done: Callable[[], None]) -> None:
+        """Call ``on_done`` once the rows have arrived."""
+        self.work.get_future().then(lambda _: on_done())
 
     def wait(self) -> list[Tensor]:
         """``[T, ...]`` for each tensor, in order of source; views of one buffer."""

@@ -1,0 +1,5 @@
+import sys
+
+from magi_flex.cli import main
+
+sys.exit(main())

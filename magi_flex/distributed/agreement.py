@@ -1,0 +1,67 @@
+"""Do all ranks plan the same thing?  A cheap checksum of what each was given, compared before anything is exchanged.
+
+The first collective of a planning has the same shape whatever the input, so that ranks with different masks get an
+error each instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_flex.intervals import RowIntervals
+
+WORDS = 2048
+_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # odd constants of SplitMix64, as int64
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors for this group's collectives have to be."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    x = torch.arange(1, count + 1, device=device) * _MIX[0]
+    x = (x ^ (x >> 30)) * _MIX[1]
+    return (x ^ (x >> 27)) | 1
+
+
+def tensor_checksum(x: Tensor) -> int:
+    """64 bits that depend on every element of an int32 tensor and its place; two reads of the tensor.
+
+    Sums over rows and over columns of the data laid out as a matrix of 64-bit words, each mixed with random weights:
+    arithmetic modulo 2^64, so the same on every device.
+    """
+    flat = x.contiguous().view(-1)
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % (2 * WORDS)))
+    words = flat.view(torch.int64).view(-1, WORDS)
+    rows, columns = words.sum(1), words.sum(0)
+    total = (rows * _weights(len(rows), x.device)).sum() ^ ((columns * _weights(WORDS, x.device)).sum() >> 1)
+    return int(total)
+
+
+def mask_checksum(mask: RowIntervals) -> Tensor:
+    """int64 ``[7]``: shape, length and contents of a mask."""
+    return torch.tensor(
+        [*mask.starts.shape, mask.kv_len, tensor_checksum(mask.starts), tensor_checksum(mask.ends)], dtype=torch.int64
+    )
+
+
+def require_agreement(group: dist.ProcessGroup, what: str, values: Sequence[Tensor | int]) -> None:
+    """Raises ValueError on every rank of the group unless all gave the same ints or int64 tensors.  A collective."""
+    flat = torch.cat([torch.as_tensor(x, dtype=torch.int64).reshape(-1).cpu() for x in values])
+    head = torch.tensor([len(flat), tensor_checksum(flat.view(torch.int32))], device=group_device(group))
+    heads = [torch.empty_like(head) for _ in range(group.size())]
+    dist.all_gather(heads, head, group=group)
+    heads = [x.tolist() for x in heads]
+    different = [rank for rank, x in enumerate(heads) if x != heads[0]]
+    if different:
+        raise ValueError(
+            f"{what}: ranks {different} were given something else than rank 0; give every rank of the group the same "
+            "(draw random masks from one seed, or broadcast them)"
+        )

@@ -1,0 +1,115 @@
+"""What a pass costs: link and kernel figures, and the stage count that follows from them.
+
+Shape legend: P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the bytes and operations of a pass depend on.
+
+    Attributes:
+        batch, q_heads, kv_heads: per rank.
+        head_dim, v_head_dim: of queries and keys, and of values.
+        element_size: bytes of an element of q, k and v.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    batch: int = 1
+    element_size: int = 2
+
+    def key_bytes(self) -> int:
+        """Bytes of one key with its value."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * self.element_size
+
+    def key_gradient_bytes(self) -> int:
+        """Bytes of the float32 gradient of one key with its value."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * 4
+
+    def pair_flops(self, backward: bool) -> int:
+        """Floating point operations of one (query, key) pair: 2 products forward, 5 backward."""
+        if backward:
+            return 2 * self.batch * self.q_heads * (3 * self.head_dim + 2 * self.v_head_dim)
+        return 2 * self.batch * self.q_heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Figures of a machine; defaults: an H100 node with NVLink and 400 Gb/s InfiniBand a GPU.
+
+    Attributes:
+        forward_flops, backward_flops: operations a second that the kernel reaches on large problems.
+        node_bandwidth, network_bandwidth: bytes a second that a rank sends (and receives) inside and between nodes.
+        latency: seconds that a collective costs besides its bytes.
+        launch: seconds that a kernel call costs besides its operations.
+    """
+
+    forward_flops: float = 600e12
+    backward_flops: float = 500e12
+    node_bandwidth: float = 200e9
+    network_bandwidth: float = 40e9
+    latency: float = 30e-6
+    launch: float = 20e-6
+
+
+def pipeline_seconds(
+    local_compute: float, remote_compute: float, communication: float, stages: int, latency: float, launch: float
+) -> float:
+    """Time of local attention, then ``stages`` remote parts, each computed while the next one arrives.
+
+    The first part arrives while the local keys are computed.
+    """
+    arrive = communication / stages + latency
+    compute = remote_compute / stages + launch
+    return max(local_compute + launch, arrive) + (stages - 1) * max(arrive, compute) + compute
+
+
+def choose_stages(
+    costs: Costs,
+    shape: Shape,
+    backward: bool,
+    pairs: float,
+    own_keys: float,
+    remote_keys: float,
+    crosses_network: bool,
+    keep_keys: bool = False,
+) -> int:
+    """The stage count from 1 to 8 with the shortest predicted pass.
+
+    Args:
+        pairs: attended pairs of a rank's rows; taken as spread evenly over its own and the remote keys.
+        own_keys, remote_keys: of the rank with the most remote keys.
+        keep_keys: the backward pass has the keys already and only sends gradients.
+    """
+    if remote_keys == 0:
+        return 1
+    flops = costs.backward_flops if backward else costs.forward_flops
+    compute = pairs * shape.pair_flops(backward) / flops
+    remote_share = remote_keys / (own_keys + remote_keys)
+    bytes_ = 0 if backward and keep_keys else remote_keys * shape.key_bytes()
+    if backward:
+        bytes_ += remote_keys * shape.key_gradient_bytes()
+    bandwidth = costs.network_bandwidth if crosses_network else costs.node_bandwidth
+    best, least = 1, math.inf
+    for stages in range(1, MAX_STAGES + 1):
+        seconds = pipeline_seconds(
+            compute * (1 - remote_share),
+            compute * remote_share,
+            bytes_ / bandwidth,
+            stages,
+            costs.latency,
+            costs.launch,
+        )
+        if seconds < least * (1 - 1e-6):
+            best, least = stages, seconds
+    return best

@@ -1,0 +1,67 @@
+"""Planning by all ranks of a group together: each solves its part, and the parts are gathered as plain tensors.
+
+Shape legend: P ranks, M masks, C chunks, N ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_flex.distributed.agreement import group_device, mask_checksum, require_agreement
+from magi_flex.distributed.dispatch import Dispatch, chunk_areas, default_chunk_size, solve_dispatch
+from magi_flex.distributed.key_ranges import KeyRanges, needed_ranges, stack_ranges
+from magi_flex.intervals import RowIntervals
+
+
+def check_masks(masks: Sequence[RowIntervals], group: dist.ProcessGroup, options: Sequence[int] = ()) -> None:
+    """Raises ValueError on every rank unless all ranks plan the same masks with the same ``options``.  A collective."""
+    values: list[Tensor | int] = [len(masks), *options]
+    require_agreement(group, "masks", values + [mask_checksum(mask) for mask in masks])
+
+
+def gather_dispatch(masks: Sequence[RowIntervals], row_counts: Sequence[int], group: dist.ProcessGroup) -> Dispatch:
+    """:func:`solve_dispatch`, the areas computed in parts.  A collective."""
+    length, ranks = masks[0].q_len, group.size()
+    chunk_size = default_chunk_size(length, ranks)
+    chunks = -(-length // chunk_size)
+    share = -(-chunks // ranks)
+    first = min(group.rank() * share, chunks)
+    own_MC = torch.zeros(len(masks), share, dtype=torch.float64)
+    for own_C, mask in zip(own_MC, masks, strict=True):
+        part = chunk_areas(mask, chunk_size, first, min(first + share, chunks))
+        own_C[: len(part)] = part
+    area_MC = torch.cat(_all_gather(own_MC, group), 1)[:, :chunks]
+    return solve_dispatch(masks, row_counts, chunk_size, area_MC=area_MC)
+
+
+def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: dist.ProcessGroup) -> list[KeyRanges]:
+    """:func:`needed_ranges` of each mask, every rank's own rows computed by itself.  A collective."""
+    own = [needed_ranges(mask, q_dispatch, [group.rank()]) for mask in masks]
+    counts_PM = torch.stack(_all_gather(torch.tensor([len(part.begin) for part in own]), group))
+    flat = torch.cat([torch.stack((part.begin, part.end), 1) for part in own])
+    most = int(counts_PM.sum(1).max())
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, most - len(flat)))
+    gathered = [
+        table[: int(counts_M.sum())].split(counts_M.tolist())
+        for table, counts_M in zip(_all_gather(padded, group), counts_PM, strict=True)
+    ]
+    return [
+        stack_ranges(
+            [
+                KeyRanges(mask.kv_len, torch.tensor([0, len(tables[i])]), tables[i][:, 0], tables[i][:, 1])
+                for tables in gathered
+            ]
+        )
+        for i, mask in enumerate(masks)
+    ]
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    x = x.to(group_device(group)).contiguous()
+    out = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(out, x, group=group)
+    return [part.cpu() for part in out]

@@ -1,0 +1,275 @@
+"""Attention of one rank's rows over keys that other ranks hold, in stages.
+
+The rank's own keys come first; remote keys arrive stage by stage.  While stage i is computed, the keys of stage i + 1
+and, in the backward pass, the gradients of stage i - 1 are on their way.  Partial outputs are float32 and are joined by
+log-sum-exp; partial gradients are float32 and are added up.
+
+Shape legend: B batch, H query heads, G key/value heads, Q local rows, K keys (local, or of a stage), D query/key head
+dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_flex.distributed.exchange_plan import ExchangePlan
+from magi_flex.distributed.group_plan import GroupPlan
+from magi_flex.distributed.group_work import GroupWork, start_group_cast, start_group_reduce
+from magi_flex.distributed.lse import merge_lse
+from magi_flex.distributed.mask_forms import to_plan
+from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.request import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionRequest,
+    Backend,
+    ScoreProgram,
+)
+from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_plan import MaskPlan
+
+
+@dataclass(frozen=True)
+class KeySet:
+    """Keys that are attended to together.
+
+    Attributes:
+        name: "local", or "stage 0", "stage 1", ...
+        keys: int64 ``[K]``, global indices, ascending.
+        mask: the rank's rows over them.
+        empty: no row attends to any of them.
+        hops: how they get here (none: the rank holds them).
+    """
+
+    name: str
+    keys: Tensor
+    mask: MaskPlan
+    empty: bool
+    hops: tuple[GroupPlan, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One rank's part of attention under one mask, ready to run on a device.
+
+    Attributes:
+        rows: int64 ``[Q]``, global indices of the rank's query rows.
+        local: the keys that the rank holds.
+        remote: the stages.
+    """
+
+    rows: Tensor
+    local: KeySet
+    remote: tuple[KeySet, ...]
+
+    @staticmethod
+    def from_exchange(plan: ExchangePlan, device: torch.device | str) -> AttentionPlan:
+        def key_set(name: str, keys: Tensor, mask: RowIntervals, hops: tuple[GroupPlan, ...]) -> KeySet:
+            hops = tuple(hop.to(device) for hop in hops)
+            return KeySet(name, keys.to(device), to_plan(mask), mask.area() == 0, hops)
+
+        local = key_set("local", plan.keys, plan.mask, ())
+        remote = [key_set(f"stage {i}", stage.keys, stage.mask, stage.hops) for i, stage in enumerate(plan.stages)]
+        return AttentionPlan(plan.rows.to(device), local, tuple(remote))
+
+
+@dataclass(frozen=True)
+class StagedAttention:
+    """softmax(mod(scale * q k^T)) v of the rank's rows; every rank of the group calls it at the same time.
+
+    Attributes:
+        plan: this rank's part.
+        group: the ranks that share the sequence.
+        scale, score: as in AttentionRequest; score mods see global row and key indices.
+        backend: "auto" or a kernel backend's name.
+        timeline: records what runs when.
+    """
+
+    plan: AttentionPlan
+    group: dist.ProcessGroup
+    scale: float
+    score: ScoreProgram = ScoreProgram()
+    backend: str = "auto"
+    timeline: Timeline | None = None
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, needs_backward: bool = True, keep_keys: bool = False
+    ) -> tuple[AttentionOutput, list[list[Tensor]]]:
+        """The output of the rank's rows and, if ``keep_keys``, the remote keys and values for :meth:`backward`.
+
+        k and v hold the rank's own keys.  ``out`` has q's dtype and stride order.
+
+        Raises:
+            ValueError: shapes that do not match the plan.
+        """
+        self._check(q_BHQD, k_BGKD, v_BGKE)
+        batch, heads, q_len, _ = q_BHQD.shape
+        wide = torch.float64 if q_BHQD.dtype == torch.float64 else torch.float32
+        out = q_BHQD.new_zeros((batch, heads, q_len, v_BGKE.shape[3]), dtype=wide)
+        lse = q_BHQD.new_full((batch, heads, q_len), -torch.inf, dtype=wide)
+        max_score = lse.clone()
+        kept: list[list[Tensor]] = []
+        for key_set, k, v in self._key_sets(k_BGKD, v_BGKE, None):
+            if keep_keys and key_set.hops:
+                kept.append([k, v])
+            if key_set.empty:
+                continue
+            request = self._request(q_BHQD, k, v, key_set)
+            with self._span("forward", key_set, COMPUTE):
+                part = self._kernel(request, needs_backward).forward(request)
+                out, lse = merge_lse(out, lse, part.out.to(wide), part.lse.to(wide))
+                max_score = torch.maximum(max_score, part.max_score.to(wide))
+        result = empty_in_order(q_BHQD, out.shape, fill_order(q_BHQD)).copy_(out)
+        return AttentionOutput(result, lse, max_score), kept
+
+    def _check(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> None:
+        rows, keys = len(self.plan.rows), len(self.plan.local.keys)
+        for name, x, length in (("q", q_BHQD, rows), ("k", k_BGKD, keys), ("v", v_BGKE, keys)):
+            if x.dim() != 4 or x.shape[2] != length:
+                raise ValueError(
+                    f"{name}: has shape {tuple(x.shape)}; this rank's plan needs 4 dimensions and {length} rows in "
+                    "dimension 2 (shard the tensor by the plan's dispatch)"
+                )
+
+    def _request(self, q: Tensor, k: Tensor, v: Tensor, key_set: KeySet) -> AttentionRequest:
+        score = self.score
+        if not score.is_identity:
+            score = replace(score, index_map=replace(score.index_map, q_index=self.plan.rows, k_index=key_set.keys))
+        return AttentionRequest(q, k, v, key_set.mask, self.scale, score, wide_results=True)
+
+    def _kernel(self, request: AttentionRequest, needs_backward: bool) -> Backend:
+        return route(facts_of(request, needs_backward), self.backend)
+
+    def _span(self, name: str, key_set: KeySet, lane: str):  # type: ignore[no-untyped-def]
+        if self.timeline is None:
+            return nullcontext()
+        return self.timeline.span(f"{name} {key_set.name}", lane)
+
+    # ---- keys on their way ----------------------------------------------------------------------------------------
+
+    def _key_sets(self, k: Tensor, v: Tensor, kept: Sequence[Sequence[Tensor]] | None):  # type: ignore[no-untyped-def]
+        """(key set, k, v) in turn; the keys of the next one are sent for before the current one is handed out."""
+        remote = self.plan.remote
+        lane = _Lane(k.device)
+        rows = [x.movedim(2, 0) for x in (k, v)]
+        arriving = self._cast(lane, rows, remote, 0) if kept is None else None
+        yield self.plan.local, k, v
+        for i, key_set in enumerate(remote):
+            if kept is not None:
+                yield key_set, *kept[i]
+                continue
+            assert arriving is not None
+            k_i, v_i = (x.movedim(0, 2) for x in arriving())
+            arriving = self._cast(lane, rows, remote, i + 1)
+            yield key_set, k_i, v_i
+
+    def _cast(
+        self, lane: _Lane, rows: list[Tensor], remote: Sequence[KeySet], index: int
+    ) -> Callable[[], list[Tensor]] | None:
+        if index == len(remote):
+            return None
+        key_set = remote[index]
+        ended = None if self.timeline is None else self.timeline.begin(f"keys of {key_set.name}", NETWORK)
+        return lane.start(lambda: start_group_cast(rows, key_set.hops, self.group, ended), rows)
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        kept: Sequence[Sequence[Tensor]] | None = None,
+    ) -> AttentionGradients:
+        """Gradients of the rank's q, k, v, and this rank's part of those of the score mod's captures (to be summed
+        over the group).  ``kept``: what forward kept; None fetches the keys again."""
+        self._check(q_BHQD, k_BGKD, v_BGKE)
+        wide = torch.float64 if q_BHQD.dtype == torch.float64 else torch.float32
+        dq = torch.zeros_like(q_BHQD, dtype=wide)
+        # rows first, as they travel
+        dk, dv = (x.new_zeros((x.shape[2], *x.shape[:2], x.shape[3]), dtype=wide) for x in (k_BGKD, v_BGKE))
+        captured: list[Tensor | None] = [None] * len(self.score.captures)
+        lane = _Lane(q_BHQD.device)
+        leaving: Callable[[], list[Tensor]] | None = None
+        for key_set, k, v in self._key_sets(k_BGKD, v_BGKE, kept):
+            if key_set.empty:
+                parts = [x.new_zeros((x.shape[2], *x.shape[:2], x.shape[3]), dtype=wide) for x in (k, v)]
+            else:
+                request = self._request(q_BHQD, k, v, key_set)
+                with self._span("backward", key_set, COMPUTE):
+                    grads = self._kernel(request, True).backward(request, out, lse, d_out, d_lse)
+                    dq += grads.dq
+                    if grads.captures:
+                        captured = [_add(a, b) for a, b in zip(captured, grads.captures, strict=True)]
+                parts = [x.to(wide).movedim(2, 0) for x in (grads.dk, grads.dv)]
+            if not key_set.hops:
+                dk += parts[0]
+                dv += parts[1]
+                continue
+            if leaving is not None:
+                leaving()
+            leaving = self._reduce(lane, parts, key_set, [dk, dv])
+        if leaving is not None:
+            leaving()
+        dq = empty_in_order(q_BHQD, q_BHQD.shape, fill_order(q_BHQD)).copy_(dq)
+        dk, dv = (
+            empty_in_order(x, x.shape, fill_order(x)).copy_(grad.movedim(0, 2))
+            for x, grad in ((k_BGKD, dk), (v_BGKE, dv))
+        )
+        return AttentionGradients(dq, dk, dv, tuple(captured))
+
+    def _reduce(
+        self, lane: _Lane, parts: list[Tensor], key_set: KeySet, totals: list[Tensor]
+    ) -> Callable[[], list[Tensor]]:
+        ended = None if self.timeline is None else self.timeline.begin(f"gradients of {key_set.name}", REDUCTION)
+        return lane.start(
+            lambda: start_group_reduce(parts, key_set.hops, self.group, "sum", totals, ended), [*parts, *totals]
+        )
+
+
+def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if part is None:
+        return total
+    wide = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
+    return wide.clone() if total is None else total + wide
+
+
+class _Lane:
+    """Where communication runs: on a GPU a stream of its own, so that both hops and the packing overlap compute."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, begin: Callable[[], GroupWork], inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begins; the result waits (on a GPU: lets the current stream wait) and gives the tensors."""
+        stream = self.stream
+        if stream is None:
+            return begin().wait
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            tensors = begin().wait()
+        for x in inputs:
+            x.record_stream(stream)
+
+        def wait() -> list[Tensor]:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            for x in tensors:
+                x.record_stream(current)
+            return tensors
+
+        return wait

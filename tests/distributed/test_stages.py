@@ -1,0 +1,242 @@
+"""Attention in stages on gloo against the dense float64 reference: every mask, odd lengths, 1 to 8 ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_flex.distributed.agreement import mask_checksum
+from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, solve_dispatch
+from magi_flex.distributed.exchange_plan import build_exchange_plan
+from magi_flex.distributed.lse import merge_lse
+from magi_flex.distributed.mask_forms import to_intervals, to_plan
+from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
+from magi_flex.distributed.stages import AttentionPlan, StagedAttention
+from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline, chrome_trace
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.request import AttentionGradients
+from magi_flex.mask_plan import MaskPlan
+from tests.cases.masks import MASKS, make_mask
+from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
+from tests.distributed.world import World
+
+HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
+BATCH = 2
+
+
+def inputs(q_len: int, kv_len: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, d_out, d_lse; the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (
+        (BATCH, HEADS, q_len, DIM),
+        (BATCH, KV_HEADS, kv_len, DIM),
+        (BATCH, KV_HEADS, kv_len, V_DIM),
+        (BATCH, HEADS, q_len, V_DIM),
+        (BATCH, HEADS, q_len),
+    )
+    x = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [t.to(dtype) for t in x[:4]] + [x[4].to(torch.promote_types(dtype, torch.float32))]
+
+
+def plan_part(
+    mask: RowIntervals, group: dist.ProcessGroup, stages: int, per_node: int
+) -> tuple[AttentionPlan, Dispatch, Dispatch]:
+    q_dispatch = gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
+    kv_dispatch = q_dispatch
+    if mask.kv_len != mask.q_len:
+        kv_dispatch = Dispatch.contiguous(mask.kv_len, dtensor_row_counts(mask.kv_len, group.size()))
+    (needed,) = gather_needed([mask], q_dispatch, group)
+    part = build_exchange_plan(mask, q_dispatch, kv_dispatch, group.rank(), needed, stages, per_node)
+    return AttentionPlan.from_exchange(part, "cpu"), q_dispatch, kv_dispatch
+
+
+def run(
+    group: dist.ProcessGroup,
+    mask: RowIntervals,
+    tensors: list[Tensor],
+    stages: int = 2,
+    per_node: int = 1,
+    keep_keys: bool = False,
+    timeline: Timeline | None = None,
+) -> list[Tensor]:
+    """out, lse, max_score, dq, dk, dv of the whole problem, put together from all ranks."""
+    plan, q_dispatch, kv_dispatch = plan_part(mask, group, stages, per_node)
+    q, k, v, d_out, d_lse = tensors
+    rows, keys = plan.rows, plan.local.keys
+    staged = StagedAttention(plan, group, DIM**-0.5, timeline=timeline)
+    local = [q[:, :, rows], k[:, :, keys], v[:, :, keys]]
+    result, kept = staged.forward(*local, keep_keys=keep_keys)
+    assert result.out.dtype == q.dtype
+    grads = staged.backward(
+        *local, result.out, result.lse, d_out[:, :, rows], d_lse[:, :, rows], kept if keep_keys else None
+    )
+    assert isinstance(grads, AttentionGradients) and grads.dk.dtype == k.dtype
+    whole = []
+    for x, dispatch in zip(
+        (result.out, result.lse, result.max_score, grads.dq, grads.dk, grads.dv),
+        (q_dispatch,) * 4 + (kv_dispatch,) * 2,
+        strict=True,
+    ):
+        parts: list[Tensor] = [None] * group.size()  # type: ignore[list-item]
+        dist.all_gather_object(parts, x, group=group)
+        gathered = torch.cat(parts, 2)
+        whole.append(torch.empty_like(gathered).index_copy_(2, dispatch.order(), gathered))
+    return whole
+
+
+def check_mask(
+    group: dist.ProcessGroup, names: list[str], length: int, kv_len: int, stages: int, per_node: int
+) -> None:
+    for i, name in enumerate(names):
+        case = make_mask(name, length, kv_len)
+        if case.batch > BATCH or case.heads not in (1, HEADS):
+            dense = case.dense()[:BATCH, :1]
+        else:
+            dense = case.dense()
+        tensors = inputs(length, kv_len, torch.float64)
+        expected = dense_attention_with_gradients(*tensors, mask_BHQK=dense)
+        mask = RowIntervals.from_dense(dense)
+        actual = run(group, mask, tensors, stages, per_node, keep_keys=i % 2 == 0)
+        wanted = (expected.out, expected.lse, expected.max_score, expected.dq, expected.dk, expected.dv)
+        for what, a, e in zip(("out", "lse", "max", "dq", "dk", "dv"), actual, wanted, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, w=what: f"{n} {w}: {m}")
+
+
+@pytest.mark.parametrize(
+    "ranks,length,kv_len,stages,per_node",
+    [(1, 33, 33, 1, 1), (2, 67, 67, 3, 1), (3, 29, 41, 1, 1), (4, 67, 67, 2, 2), (6, 41, 23, 2, 3), (8, 5, 5, 2, 4)],
+)
+def test_every_mask(world: World, ranks: int, length: int, kv_len: int, stages: int, per_node: int) -> None:
+    """float64, outputs and all gradients (also through lse), flat and on two levels, keys kept and fetched again."""
+    names = list(MASKS)
+    if ranks not in (2, 4):
+        names = names[:: 4 if ranks > 4 else 2]
+    world.run(check_mask, ranks, names, length, kv_len, stages, per_node)
+
+
+def check_rounding(group: dist.ProcessGroup, dtype: torch.dtype) -> list[float]:
+    """Within twice the error of dense attention at the same precision; returns the largest gradient errors."""
+    length = 129
+    mask = RowIntervals.from_dense(make_mask("document_causal", length).dense())
+    tensors = inputs(length, length, dtype)
+    dense = mask.to_dense()
+    reference = dense_attention_with_gradients(*tensors, mask_BHQK=dense)
+    same = dense_attention_with_gradients(*tensors, mask_BHQK=dense, dtype=dtype)
+    out, lse, _, dq, dk, dv = run(group, mask, tensors, 2)
+    errors = []
+    for actual, name in ((out, "out"), (lse, "lse"), (dq, "dq"), (dk, "dk"), (dv, "dv")):
+        assert_within_factor(actual, getattr(same, name), getattr(reference, name))
+        errors.append(float((actual.double() - getattr(reference, name)).abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_do_not_grow_with_ranks(world: World, dtype: torch.dtype) -> None:
+    one = world.run(check_rounding, 1, dtype)[0]
+    eight = world.run(check_rounding, 8, dtype)[0]
+    for a, b in zip(one, eight, strict=True):
+        assert b <= 2 * a + 1e-7
+
+
+def check_timeline(group: dist.ProcessGroup) -> tuple[dict, list]:
+    length = 257
+    mask = RowIntervals.from_dense(make_mask("causal", length).dense())
+    timeline = Timeline()
+    run(group, mask, inputs(length, length, torch.float32), 3, timeline=timeline)
+    return chrome_trace({group.rank(): timeline.spans()}), timeline.spans()
+
+
+def test_timeline_shows_the_overlap(world: World, tmp_path) -> None:
+    for rank, (trace, spans) in enumerate(world.run(check_timeline, 2)):
+        json.dumps(trace)
+        assert {span.lane for span in spans} == {COMPUTE, NETWORK, REDUCTION}
+        assert all(span.end >= span.begin for span in spans)
+        names = {span.name for span in spans}
+        for stage in range(3):
+            for name in ("forward", "backward", "keys of", "gradients of"):
+                assert f"{name} stage {stage}" in names
+        begun = {span.name: span.begin for span in spans if span.lane != NETWORK}
+        keys = [span.begin for span in spans if span.name.startswith("keys of")][:3]
+        # The keys of stage i + 1 are sent for before stage i is computed.
+        assert (
+            keys[0] < begun["forward local"] < keys[1] < begun["forward stage 0"] < keys[2] < begun["forward stage 1"]
+        )
+        events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert len(events) == len(spans) and all(event["pid"] == rank for event in events)
+
+
+def check_agreement(group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    mask = RowIntervals.full(64, 64)
+    check_masks([mask], group)
+    other = RowIntervals.build(mask.starts, mask.ends - (torch.arange(64) == 63).int() * (rank == 2), 64)
+    with pytest.raises(ValueError, match=r"ranks \[2\] were given something else"):
+        check_masks([other], group)
+    with pytest.raises(ValueError, match=r"ranks \[1, 2\]"):
+        check_masks([RowIntervals.full(64, 64 + rank)] if rank < 2 else [mask, mask], group)
+    check_masks([mask], group)  # and the group is still in step
+
+
+def test_other_masks_are_an_error_on_every_rank(world: World) -> None:
+    world.run(check_agreement, 3)
+
+
+def test_checksum_sees_every_element_and_its_place() -> None:
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(0, 1000, (1, 1, 2, 5003), generator=generator, dtype=torch.int32)
+    seen = {tuple(mask_checksum(RowIntervals(starts, starts, 1000)).tolist())}
+    for i in range(0, 5003, 37):
+        changed = starts.clone()
+        changed[0, 0, i % 2, i] += 1
+        swapped = starts.clone()
+        swapped[0, 0, 0, [i, i - 1]] = starts[0, 0, 0, [i - 1, i]]
+        new = [changed] + ([swapped] if not torch.equal(swapped, starts) else [])
+        for x in new:
+            seen_before = len(seen)
+            seen.add(tuple(mask_checksum(RowIntervals(x, starts, 1000)).tolist()))
+            assert len(seen) == seen_before + 1
+
+
+@pytest.mark.parametrize("name", ["bigbird", "selected_blocks", "dense_table", "dilated", "causal", "nothing"])
+def test_mask_forms_keep_the_mask(name: str) -> None:
+    dense = make_mask(name, 300).dense()
+    for plan in (MaskPlan.from_dense(dense), MaskPlan(RowIntervals.from_dense(dense))):
+        intervals = to_intervals(plan)
+        assert torch.equal(intervals.to_dense(), dense)
+        assert torch.equal(to_plan(intervals).to_dense(), dense)
+
+
+def test_merge_of_empty_and_infinite_parts() -> None:
+    inf = torch.inf
+    out_a, out_b = torch.tensor([[1.0], [2.0], [0.0], [4.0]]), torch.tensor([[3.0], [0.0], [0.0], [8.0]])
+    lse_a, lse_b = torch.tensor([1.0, 5.0, -inf, 3000.0]), torch.tensor([1.0, -inf, -inf, -3000.0])
+    out, lse = merge_lse(out_a, lse_a, out_b, lse_b)
+    assert out.flatten().tolist() == [2, 2, 0, 4]
+    assert lse.tolist() == [2, 5, -inf, 3000]
+
+
+def check_shapes(group: dist.ProcessGroup) -> None:
+    plan, *_ = plan_part(RowIntervals.full(9, 9), group, 1, 1)
+    staged = StagedAttention(plan, group, 1.0)
+    x = torch.zeros(1, 1, 9, 4)
+    with pytest.raises(ValueError, match="q: has shape .* needs 4 dimensions and"):
+        staged.forward(x, x, x)
+
+
+def test_wrong_shapes(world: World) -> None:
+    world.run(check_shapes, 2)
+
+
+def test_solver_is_the_same_in_parts(world: World) -> None:
+    mask = RowIntervals.from_dense(make_mask("document_causal", 257).dense())
+    expected = solve_dispatch([mask], dtensor_row_counts(257, 4))
+    for dispatch in world.run(_gathered, 4, mask):
+        assert torch.equal(dispatch.begin, expected.begin) and torch.equal(dispatch.end, expected.end)
+
+
+def _gathered(group: dist.ProcessGroup, mask: RowIntervals) -> Dispatch:
+    return gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
