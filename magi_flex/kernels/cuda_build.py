@@ -84,7 +84,9 @@ def compile_cubin(source: str, defines: Mapping[str, object], arch: str = "sm_90
         CompileError: no compiler was found, or the source does not compile (with the compiler's log).
     """
     path = SOURCES / source
-    options = [f"-D{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in defines.items()]
+    options = [
+        f"-D{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in defines.items()
+    ]
     compiler = find_compiler()
     digest = hashlib.sha256()
     for part in (compiler.version, arch, *sorted(options), generated):
@@ -189,7 +191,9 @@ class Nvrtc:
 
 def _nvrtc_candidates() -> list[str]:
     patterns = ("nvidia/cu*/lib/libnvrtc.so.*", "nvidia/cuda_nvrtc/lib/libnvrtc.so.*")
-    found = [file for root in sys.path if root for pattern in patterns for file in glob.glob(os.path.join(root, pattern))]
+    found = [
+        file for root in sys.path if root for pattern in patterns for file in glob.glob(os.path.join(root, pattern))
+    ]
     named = ctypes.util.find_library("nvrtc")
     return sorted(found, reverse=True) + ([named] if named else [])
 

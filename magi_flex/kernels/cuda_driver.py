@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+import struct
 
 import torch
 from torch import Tensor
@@ -28,13 +28,25 @@ class CudaDriverError(RuntimeError):
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    for name in ("libcuda.so.1", "libcuda.so"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise CudaDriverError("the CUDA driver library libcuda.so.1 was not found: is an NVIDIA driver installed?")
+def _driver() -> ctypes.PyDLL:
+    # PyDLL keeps the interpreter lock: our calls do not block, and a lock taken twice costs more than they do.
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaDriverError(
+            f"the CUDA driver library was not found ({error}): is an NVIDIA driver installed?"
+        ) from error
+    address, unsigned = ctypes.c_void_p, ctypes.c_uint
+    driver.cuLaunchKernel.argtypes = [address, *[unsigned] * 7, address, address, address]
+    driver.cuLaunchKernelEx.argtypes = [address] * 4
+    driver.cuTensorMapReplaceAddress.argtypes = [address, address]
+    driver.cuMemsetD32Async.argtypes = [ctypes.c_uint64, unsigned, ctypes.c_size_t, address]
+    driver.cuModuleLoadData.argtypes = [address, ctypes.c_char_p]
+    driver.cuModuleGetFunction.argtypes = [address, address, ctypes.c_char_p]
+    driver.cuModuleGetGlobal_v2.argtypes = [address, address, address, ctypes.c_char_p]
+    driver.cuMemcpyDtoH_v2.argtypes = [address, ctypes.c_uint64, ctypes.c_size_t]
+    driver.cuFuncSetAttribute.argtypes = [address, ctypes.c_int, ctypes.c_int]
+    return driver
 
 
 def _check(code: int, call: str) -> None:
@@ -75,16 +87,16 @@ class Kernel:
     def _read_int(self, symbol: str) -> int:
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
         _check(
-            _driver().cuModuleGetGlobal_v2(
-                ctypes.byref(address), ctypes.byref(size), self._module, symbol.encode()
-            ),
+            _driver().cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module, symbol.encode()),
             f"looking up {symbol}",
         )
         value = ctypes.c_int()
         _check(_driver().cuMemcpyDtoH_v2(ctypes.byref(value), address, 4), f"reading {symbol}")
         return value.value
 
-    def launch(self, grid: int, threads: int, params: ParameterBlock, stream: int, overlap_previous: bool = False) -> None:
+    def launch(
+        self, grid: int, threads: int, params: ParameterBlock, stream: int, overlap_previous: bool = False
+    ) -> None:
         """Launch ``grid`` blocks with one by-value parameter.
 
         Args:
@@ -95,13 +107,11 @@ class Kernel:
         """
         if not overlap_previous:
             code = _driver().cuLaunchKernel(
-                self.function, grid, 1, 1, threads, 1, 1, self.shared_bytes, ctypes.c_void_p(stream), params.pointers, None
+                self.function, grid, 1, 1, threads, 1, 1, self.shared_bytes, stream, params.pointers, None
             )
         else:
             attribute = _LaunchAttribute(id=_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-            config = _LaunchConfig(
-                grid, 1, 1, threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(attribute), 1
-            )
+            config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(attribute), 1)
             code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, params.pointers, None)
         if code:
             _check(code, f"launching {self.name}")
@@ -129,7 +139,7 @@ class ParameterBlock:
         rest: ``struct.Struct`` of what follows.
     """
 
-    def __init__(self, maps: int, rest) -> None:  # noqa: ANN001 (struct.Struct is not public in typing)
+    def __init__(self, maps: int, rest: struct.Struct) -> None:
         size = maps * TENSOR_MAP_BYTES + rest.size
         size = -(-size // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
         self._memory = ctypes.create_string_buffer(size + _TENSOR_MAP_ALIGNMENT)
@@ -144,67 +154,46 @@ class ParameterBlock:
         begin = self._offset + index * TENSOR_MAP_BYTES
         self._memory[begin : begin + TENSOR_MAP_BYTES] = encoded
 
+    def move_map(self, index: int, address: int) -> None:
+        """Let map ``index`` describe another tensor of the same sizes and strides."""
+        code = _driver().cuTensorMapReplaceAddress(self.address + index * TENSOR_MAP_BYTES, address)
+        if code:
+            _check(code, "moving a tensor map")
+
     def set_rest(self, *values: int | float) -> None:
         self._rest.pack_into(self._memory, self._rest_offset, *values)
 
 
-@dataclass(frozen=True)
-class TensorMapSpec:
-    """What a tensor map depends on; sizes and strides innermost first.
+def tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
+    """The 128 bytes of a CUtensorMap over ``x``; reads outside of the tensor give zeros, writes there are dropped.
 
-    Attributes:
-        address: of element 0, a multiple of 16.
-        dtype: float16, bfloat16 or float32.
-        sizes: elements of each of up to five axes; the innermost axis is contiguous.
-        strides: elements from one index to the next of every axis but the innermost; times the element size a
-            multiple of 16 bytes.
-        box: elements of each axis that one copy moves.
-        swizzle: bytes (0, 32, 64, 128).
+    Args:
+        x: float16, bfloat16 or float32, :func:`is_tma_ready`.
+        axes: the axes of ``x``, innermost first (``x.stride(axes[0])`` is 1), at most five.
+        box: elements of each axis that one copy moves, in the order of ``axes``.
+        swizzle: width in bytes of the shared-memory swizzle (0, 32, 64, 128).
     """
-
-    address: int
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-
-
-@functools.lru_cache(maxsize=4096)
-def encode_tensor_map(spec: TensorMapSpec) -> bytes:
-    """The 128 bytes of a CUtensorMap; reads outside of the tensor give zeros, writes there are dropped."""
     memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
     address = -(-ctypes.addressof(memory) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
-    rank = len(spec.sizes)
-    item = spec.dtype.itemsize
-    sizes = (ctypes.c_uint64 * rank)(*spec.sizes)
-    strides = (ctypes.c_uint64 * (rank - 1))(*(stride * item for stride in spec.strides))
-    box = (ctypes.c_uint32 * rank)(*spec.box)
-    ones = (ctypes.c_uint32 * rank)(*([1] * rank))
+    rank = len(axes)
+    # An axis of one element is never stepped along; its stride must be valid all the same.
+    strides = [x.stride(axis) * x.element_size() if x.shape[axis] > 1 else 16 for axis in axes[1:]]
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address),
-        _DATA_TYPES[spec.dtype],
+        _DATA_TYPES[x.dtype],
         rank,
-        ctypes.c_void_p(spec.address),
-        sizes,
-        strides,
-        box,
-        ones,
+        ctypes.c_void_p(x.data_ptr()),
+        (ctypes.c_uint64 * rank)(*(x.shape[axis] for axis in axes)),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*([1] * rank)),
         0,
-        _SWIZZLES[spec.swizzle],
+        _SWIZZLES[swizzle],
         _L2_PROMOTION_256,
         0,
     )
-    _check(code, f"encoding the tensor map {spec}")
+    _check(code, f"encoding a tensor map of {tuple(x.shape)} with strides {x.stride()}")
     return ctypes.string_at(address, TENSOR_MAP_BYTES)
-
-
-def tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
-    """Tensor map over ``x`` with its axes in the order ``axes``, innermost first (``x.stride(axes[0])`` is 1)."""
-    sizes = tuple(x.shape[axis] for axis in axes)
-    # An axis of one element is never stepped along; its stride must be valid all the same.
-    strides = tuple(x.stride(axis) if x.shape[axis] > 1 else 16 for axis in axes[1:])
-    return encode_tensor_map(TensorMapSpec(x.data_ptr(), x.dtype, sizes, strides, box, swizzle))
 
 
 def is_tma_ready(x: Tensor) -> bool:
@@ -220,7 +209,6 @@ def is_tma_ready(x: Tensor) -> bool:
 
 def fill_zero(x: Tensor, stream: int) -> None:
     """Zero a contiguous tensor of 4-byte elements on ``stream`` (a memset node under graph capture)."""
-    _check(
-        _driver().cuMemsetD32Async(ctypes.c_uint64(x.data_ptr()), 0, ctypes.c_size_t(x.numel()), ctypes.c_void_p(stream)),
-        "clearing a counter",
-    )
+    code = _driver().cuMemsetD32Async(x.data_ptr(), 0, x.numel(), stream)
+    if code:
+        _check(code, "clearing a counter")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
-from magi_flex.kernels.cuda_build import compile_cubin
+from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_schedule import Schedule
 
+LOG2_E = math.log2(math.e)
 # ForwardParams of the kernel after its four tensor maps.
 _PARAMS = struct.Struct("<10Q3qf11i")
 # Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
@@ -32,8 +34,10 @@ class ForwardInstance:
         head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
         kv_tile: keys of a key tile.
         consumers: warpgroups of 64 rows each.
-        stages: buffers of K and of V.
+        stages: buffers of K and of V; q_buffers: of Q.
         pack: query heads in a row tile.
+        stage_out: the output goes through shared memory (not for ``wide_out``).
+        wide_out: float32 output.
     """
 
     dtype: torch.dtype
@@ -42,7 +46,9 @@ class ForwardInstance:
     kv_tile: int
     consumers: int
     stages: int
+    q_buffers: int
     pack: int
+    stage_out: bool = True
     wide_out: bool = False
 
     @property
@@ -62,11 +68,13 @@ class ForwardInstance:
             "FFA_KV_TILE": self.kv_tile,
             "FFA_CONSUMERS": self.consumers,
             "FFA_STAGES": self.stages,
+            "FFA_Q_BUFFERS": self.q_buffers,
             "FFA_PACK": self.pack,
+            "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,
         }
 
-    def compile(self):  # noqa: ANN201
+    def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
         return compile_cubin("ffa/forward.cu", self.defines())
 
@@ -87,6 +95,49 @@ def multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+class _Launcher:
+    """What a launch needs that does not depend on addresses and masks; belongs to one thread."""
+
+    def __init__(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self.kernel = load_kernel(instance, q.device.index)
+        self.multiprocessors = multiprocessors(q.device.index)
+        self.threads = 128 * (instance.consumers + 1)
+        self.params = cuda_driver.ParameterBlock(4, _PARAMS)
+        swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
+        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
+        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
+        pack = instance.pack
+        boxes = (
+            (q, by_row, (swizzle_qk // 2, pack, instance.q_tile, 1), swizzle_qk),
+            (k, by_key, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk),
+            (v, by_key, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v),
+            (out, by_row, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v),
+        )
+        self.maps = len(boxes) - instance.wide_out  # float32 output is stored without a map
+        for index, box in enumerate(boxes[: self.maps]):
+            self.params.set_map(index, cuda_driver.tensor_map(*box))
+
+
+class _Launchers(threading.local):
+    """Launchers by geometry, for each thread its own (a launch writes into the launcher's parameter block)."""
+
+    def __init__(self) -> None:
+        self.by_geometry: dict[tuple, _Launcher] = {}
+
+    def get(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> _Launcher:
+        tensors = (q, k, v, out)
+        geometry = (instance, q.device.index, *(x.shape for x in tensors), *(x.stride() for x in tensors))
+        launcher = self.by_geometry.get(geometry)
+        if launcher is None:
+            if len(self.by_geometry) >= 1024:
+                self.by_geometry.clear()
+            launcher = self.by_geometry[geometry] = _Launcher(instance, *tensors)
+        return launcher
+
+
+_launchers = _Launchers()
+
+
 def launch_forward(
     instance: ForwardInstance,
     q_BHQD: Tensor,
@@ -102,37 +153,31 @@ def launch_forward(
 ) -> None:
     """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream.
 
-    All inputs are ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale`` is positive, and
-    ``schedule`` was made for ``instance.q_tile`` and ``instance.kv_tile``.
+    All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
+    is positive, and ``schedule`` was made for ``instance.q_tile`` and ``instance.kv_tile``.  ``sm_margin``
+    multiprocessors are left to others.
     """
-    device = q_BHQD.device
+    device_index = q_BHQD.device.index
     batch, heads, q_len, _ = q_BHQD.shape
-    kv_heads, kv_len = k_BGKD.shape[1:3]
+    _, kv_heads, kv_len, v_dim = v_BGKE.shape
     mask_batch, mask_heads, slots, _ = intervals.starts.shape
-    pack, rows = instance.pack, instance.rows
-    replica_heads = heads // pack if mask_heads == 1 else 1
+    launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, out_BHQE)
+    replica_heads = heads // instance.pack if mask_heads == 1 else 1
     replicas = replica_heads * (batch if mask_batch == 1 else 1)
-    kv_bytes = kv_len * (k_BGKD.shape[3] + v_BGKE.shape[3]) * k_BGKD.element_size()
     group = heads // kv_heads
-    section = min(replicas, max(1, _L2_BYTES * (group // pack) // kv_bytes))
+    kv_bytes = kv_len * (instance.head_dim + instance.v_dim) * 2
+    section = min(replicas, max(1, _L2_BYTES // kv_bytes) * (group // instance.pack))
     items = schedule.row_tiles * replicas
-    grid = min(items, max(1, multiprocessors(device.index) - sm_margin))
-    stream = torch.cuda.current_stream(device).cuda_stream
+    grid = min(items, max(1, launcher.multiprocessors - sm_margin))
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
     next_item = 0
     if items > grid:
-        counter = torch.empty(1, dtype=torch.int32, device=device)
+        counter = torch.empty(1, dtype=torch.int32, device=q_BHQD.device)
         cuda_driver.fill_zero(counter, stream)
         next_item = counter.data_ptr()
-    swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
-    params = cuda_driver.ParameterBlock(4, _PARAMS)
-    by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-    by_key = (3, 2, 1, 0)  # head dim, key, head, batch
-    tensor_map = cuda_driver.tensor_map
-    params.set_map(0, tensor_map(q_BHQD, by_row, (swizzle_qk // 2, pack, rows // pack, 1), swizzle_qk))
-    params.set_map(1, tensor_map(k_BGKD, by_key, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk))
-    params.set_map(2, tensor_map(v_BGKE, by_key, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v))
-    if not instance.wide_out:
-        params.set_map(3, tensor_map(out_BHQE, by_row, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v))
+    params = launcher.params
+    for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, out_BHQE)[: launcher.maps]):
+        params.move_map(index, x.data_ptr())
     params.set_rest(
         intervals.starts.data_ptr(),
         intervals.ends.data_ptr(),
@@ -144,14 +189,12 @@ def launch_forward(
         lse_BHQ.data_ptr(),
         0 if max_score_BHQ is None else max_score_BHQ.data_ptr(),
         next_item,
-        out_BHQE.stride(0),
-        out_BHQE.stride(1),
-        out_BHQE.stride(2),
-        scale * math.log2(math.e),
+        *out_BHQE.stride()[:3],
+        scale * LOG2_E,
         q_len,
         heads,
         group,
-        v_BGKE.shape[3],
+        v_dim,
         slots,
         mask_batch,
         mask_heads,
@@ -160,4 +203,4 @@ def launch_forward(
         replica_heads,
         section,
     )
-    load_kernel(instance, device.index).launch(grid, 128 * (instance.consumers + 1), params, stream)
+    launcher.kernel.launch(grid, launcher.threads, params, stream)

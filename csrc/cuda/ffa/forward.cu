@@ -6,7 +6,7 @@
 // Rows of a tile are (position, head) pairs: kPack query heads that share a key/value head are packed into one tile.
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
-// FFA_KV_TILE, FFA_CONSUMERS, FFA_STAGES, FFA_PACK, FFA_WIDE_OUT.
+// FFA_KV_TILE, FFA_CONSUMERS, FFA_STAGES, FFA_Q_BUFFERS, FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT.
 #include "mask.cuh"
 #include "ptx.cuh"
 
@@ -17,9 +17,12 @@ constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kVDim = FFA_V_DIM;
 constexpr int kKvTile = FFA_KV_TILE;
 constexpr int kConsumers = FFA_CONSUMERS;  // warpgroups
-constexpr int kStages = FFA_STAGES;
+constexpr int kStages = FFA_STAGES;         // buffers of K and of V
+constexpr int kQBuffers = FFA_Q_BUFFERS;
 constexpr int kPack = FFA_PACK;  // query heads in a row tile
-constexpr bool kWideOut = FFA_WIDE_OUT;
+constexpr bool kStageOut = FFA_STAGE_OUT;    // 16-bit output goes through shared memory and TMA
+constexpr bool kWideOut = FFA_WIDE_OUT;      // float32 output
+static_assert(!(kStageOut && kWideOut), "float32 output is not staged");
 
 constexpr int kRows = 64 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
@@ -75,13 +78,13 @@ struct Item {
 };
 
 struct Shared {
-    alignas(1024) uint8 q[kBytesQ];
+    alignas(1024) uint8 q[kQBuffers][kBytesQ];
     alignas(1024) uint8 k[kStages][kBytesK];
     alignas(1024) uint8 v[kStages][kBytesV];
-    alignas(1024) uint8 out[kWideOut ? 16 : kRows * kVDim * 2];
+    alignas(1024) uint8 out[kStageOut ? kRows * kVDim * 2 : 16];
     KeyTile key_tiles[kStages];
-    Item item;
-    alignas(8) uint64 q_full, q_empty;
+    Item items[kQBuffers];
+    alignas(8) uint64 q_full[kQBuffers], q_empty[kQBuffers];
     uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
@@ -110,12 +113,12 @@ FFA_DEVICE Item load_item(const ForwardParams& params, int index) {
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 
-// Position in a ring of kStages buffers.
-struct Ring {
+// Position in a ring of buffers.
+template <int kSize> struct Ring {
     int stage = 0;
     uint32 parity = 0;
     FFA_DEVICE void advance() {
-        if (++stage == kStages) {
+        if (++stage == kSize) {
             stage = 0;
             parity ^= 1;
         }
@@ -125,23 +128,25 @@ struct Ring {
 struct Producer {
     const ForwardParams& params;
     Shared& shared;
-    Ring k_ring, v_ring;
-    uint32 q_parity = 0;
+    Ring<kStages> k_ring, v_ring;
+    Ring<kQBuffers> q_ring;
     int pending_key = 0;  // the key tile whose values are still to be loaded
 
     FFA_DEVICE void load_q(const Item& item) {
-        mbarrier_wait(&shared.q_empty, q_parity ^ 1);
-        q_parity ^= 1;
-        shared.item = item;
+        const int buffer = q_ring.stage;
+        uint64* const full = &shared.q_full[buffer];
+        mbarrier_wait(&shared.q_empty[buffer], q_ring.parity ^ 1);
+        q_ring.advance();
+        shared.items[buffer] = item;
         if (item.key_tiles <= 0) {
-            mbarrier_arrive(&shared.q_full);
+            mbarrier_arrive(full);
             return;
         }
-        mbarrier_arrive_expect_bytes(&shared.q_full, kBytesQ);
+        mbarrier_arrive_expect_bytes(full, kBytesQ);
 #pragma unroll
         for (int p = 0; p < kPanelsQK; ++p) {
-            tma_load_4d(shared.q + p * kRows * kSwizzleQK, params.q, &shared.q_full, p * kSwizzleQK / 2, item.head,
-                        item.row_begin, item.batch, kEvictFirst);
+            tma_load_4d(shared.q[buffer] + p * kRows * kSwizzleQK, params.q, full, p * kSwizzleQK / 2, item.head, item.row_begin,
+                        item.batch, kEvictFirst);
         }
     }
 
@@ -212,20 +217,37 @@ struct Producer {
 
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
+// Statistics of the two rows of which a thread holds fragments.
+struct RowStatistics {
+    float max[2];   // what the sums refer to; unscaled
+    float seen[2];  // this thread's true maximum; unscaled
+    float sum[2];   // this thread's part
+
+    FFA_DEVICE void reset() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            max[h] = seen[h] = negative_infinity;
+            sum[h] = 0.0f;
+        }
+    }
+};
+
 struct Consumer {
     const ForwardParams& params;
     Shared& shared;
-    const int group;          // consumer warpgroup
-    const int thread;         // in the warpgroup
-    Ring k_ring, v_ring;
+    const int group;   // consumer warpgroup
+    const int thread;  // in the warpgroup
+    Ring<kStages> k_ring, v_ring;
+    Ring<kQBuffers> q_ring;
     float (&acc_o)[kVDim / 2];
     float (&acc_s)[kKvTile / 2];
     uint32 (&p)[kKvTile / 4];
-    float row_max[2];    // what the sums refer to; unscaled
-    float seen_max[2];   // this thread's true maximum; unscaled
-    float row_sum[2];    // this thread's part
-    float factor[2];     // by which the output must be multiplied where `rescale`
+    RowStatistics rows;
+    float factor[2];       // by which the output must be multiplied where `rescale`
     bool rescale = false;  // the same in all lanes of a warp
+    // The item whose scores are computed.
+    Item item;
+    int q_buffer, tiles_left;
 
     FFA_DEVICE void release(uint64* barrier) {
         if (lane_index() == 0) mbarrier_arrive(barrier);
@@ -234,8 +256,37 @@ struct Consumer {
     // Row h (0, 1) of this thread's fragment, counted from the first row of the tile.
     FFA_DEVICE int fragment_row(int h) const { return 64 * group + 16 * (thread / 32) + lane_index() / 4 + 8 * h; }
 
+    // Goes on to the next item that has keys; rows without keys are written on the way.  False at the end.
+    FFA_DEVICE bool next_item() {
+        while (true) {
+            q_buffer = q_ring.stage;
+            mbarrier_wait(&shared.q_full[q_buffer], q_ring.parity);
+            q_ring.advance();
+            item = shared.items[q_buffer];
+            tiles_left = warp_uniform(item.key_tiles);
+            if (tiles_left < 0) return false;
+            if (tiles_left > 0) return true;
+            store_empty();
+            release(&shared.q_empty[q_buffer]);
+        }
+    }
+
+    FFA_DEVICE void build_mask(FragmentMask<kKvTile>& mask, const KeyTile& tile) {
+        if (!tile.masked) return;
+        const int64 base = static_cast<int64>(item.mask) * params.intervals * params.q_len;
+        int rows_of_fragment[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            // Rows behind the last one are not stored; their intervals must be readable all the same.
+            rows_of_fragment[h] = min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1);
+        }
+        mask.from_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
+                            tile.begin, tile.limit);
+    }
+
     FFA_DEVICE void issue_scores(int stage) {
-        const uint64 q_operand = Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.q + group * 64 * kSwizzleQK);
+        const uint64 q_operand =
+            Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.q[q_buffer] + group * 64 * kSwizzleQK);
         const uint64 k_operand = Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.k[stage]);
         fence_registers(acc_s);
         wgmma_fence();
@@ -279,26 +330,26 @@ struct Consumer {
                 odd = fmaxf(odd, acc_s[4 * j + 2 * h + 1]);
             }
             new_max[h] = fmaxf(even, odd);
-            seen_max[h] = fmaxf(seen_max[h], new_max[h]);
+            rows.seen[h] = fmaxf(rows.seen[h], new_max[h]);
         }
-        const bool exceeds = new_max[0] * scale > row_max[0] * scale + kRescaleThreshold ||
-                             new_max[1] * scale > row_max[1] * scale + kRescaleThreshold;
+        const bool exceeds = new_max[0] * scale > rows.max[0] * scale + kRescaleThreshold ||
+                             new_max[1] * scale > rows.max[1] * scale + kRescaleThreshold;
         rescale = __any_sync(0xffffffffu, exceeds);
         if (rescale) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float quad = fmaxf(new_max[h], __shfl_xor_sync(0xffffffffu, new_max[h], 1));
                 quad = fmaxf(quad, __shfl_xor_sync(0xffffffffu, quad, 2));
-                quad = fmaxf(quad, row_max[h]);
+                quad = fmaxf(quad, rows.max[h]);
                 // -inf - -inf must not become a NaN.
-                factor[h] = quad == negative_infinity ? 1.0f : exp2_approx((row_max[h] - quad) * scale);
-                row_max[h] = quad;
-                row_sum[h] *= factor[h];
+                factor[h] = quad == negative_infinity ? 1.0f : exp2_approx((rows.max[h] - quad) * scale);
+                rows.max[h] = quad;
+                rows.sum[h] *= factor[h];
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float offset = row_max[h] == negative_infinity ? 0.0f : row_max[h] * scale;
+            const float offset = rows.max[h] == negative_infinity ? 0.0f : rows.max[h] * scale;
             float even = 0.0f, odd = 0.0f;
 #pragma unroll
             for (int j = 0; j < kKvTile / 8; ++j) {
@@ -309,7 +360,7 @@ struct Consumer {
                 even += first;
                 odd += second;
             }
-            row_sum[h] += even + odd;
+            rows.sum[h] += even + odd;
         }
     }
 
@@ -325,55 +376,28 @@ struct Consumer {
     }
 
     FFA_DEVICE void run() {
-        for (uint32 q_parity = 0;; q_parity ^= 1) {
-            mbarrier_wait(&shared.q_full, q_parity);
-            const Item item = shared.item;
-            if (item.key_tiles < 0) break;
-            attend(item);
-            store(item);
-        }
-    }
-
-    FFA_DEVICE void attend(const Item& item) {
-#pragma unroll
-        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] = 0.0f;
-        const int* starts[2];
-        const int* ends[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            row_max[h] = seen_max[h] = negative_infinity;
-            row_sum[h] = 0.0f;
-            const int row = min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1);
-            const int64 at = static_cast<int64>(item.mask) * params.intervals * params.q_len + row;
-            starts[h] = params.starts + at;
-            ends[h] = params.ends + at;
-        }
-        if (item.key_tiles == 0) {
-            release(&shared.q_empty);
-            return;
-        }
-        // The first tile has no product with V to hide behind, and is kept out of the loop: the compiler serializes
-        // products whose waits depend on a branch.
+        if (!next_item()) return;
         FragmentMask<kKvTile> mask;
-        const auto build_mask = [&](const KeyTile& tile) {
-            if (tile.masked) {
-                mask.from_intervals(starts, ends, params.intervals, params.q_len, tile.begin, tile.limit);
-            }
-        };
+        // The very first tile has no product with V to hide behind.
         int stage = k_ring.stage;
         mbarrier_wait(&shared.k_full[stage], k_ring.parity);
         KeyTile tile = shared.key_tiles[stage];
         issue_scores(stage);
-        build_mask(tile);
+        build_mask(mask, tile);
         wgmma_wait<0>();
         fence_registers(acc_s);
-        release(&shared.k_empty[stage]);
-        if (item.key_tiles == 1) release(&shared.q_empty);
-        k_ring.advance();
+        finish_scores(stage);
         if (tile.masked) mask.apply(acc_s);
+        rows.reset();
         softmax();
         pack_probabilities();
-        for (int i = 1; i < item.key_tiles; ++i) {
+        clear_output();
+        Item ending_item = item;
+        while (true) {
+            // One key tile after the other, across items: scores of the next tile beside P V of the current one.
+            const bool item_ends = tiles_left == 0;
+            ending_item = item;
+            if (item_ends && !next_item()) break;
             stage = k_ring.stage;
             mbarrier_wait(&shared.k_full[stage], k_ring.parity);
             tile = shared.key_tiles[stage];
@@ -382,33 +406,76 @@ struct Consumer {
             mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
             issue_output(v_ring.stage);
             named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
-            build_mask(tile);
+            build_mask(mask, tile);
             wgmma_wait<1>();
             fence_registers(acc_s);
-            release(&shared.k_empty[stage]);
-            if (i + 1 == item.key_tiles) release(&shared.q_empty);
-            k_ring.advance();
+            finish_scores(stage);
             if (tile.masked) mask.apply(acc_s);
+            const RowStatistics ending = rows;
+            if (item_ends) rows.reset();
             softmax();
             wgmma_wait<0>();
             fence_registers(acc_o);
-            release(&shared.v_empty[v_ring.stage]);
-            v_ring.advance();
-            rescale_output();
+            finish_output();
             pack_probabilities();
+            if (item_ends) {
+                store(ending_item, ending);
+                clear_output();
+            } else {
+                rescale_output();
+            }
         }
         mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
         issue_output(v_ring.stage);
         wgmma_wait<0>();
         fence_registers(acc_o);
+        finish_output();
+        store(ending_item, rows);
+    }
+
+    FFA_DEVICE void finish_scores(int stage) {
+        release(&shared.k_empty[stage]);
+        k_ring.advance();
+        if (--tiles_left == 0) release(&shared.q_empty[q_buffer]);
+    }
+
+    FFA_DEVICE void finish_output() {
         release(&shared.v_empty[v_ring.stage]);
         v_ring.advance();
     }
 
-    FFA_DEVICE void store(const Item& item) {
+    FFA_DEVICE void clear_output() {
+#pragma unroll
+        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] = 0.0f;
+    }
+
+    FFA_DEVICE void store_statistics(const Item& item, int h, float lse, float max_score) {
+        const int row = item.row_begin + fragment_row(h) / kPack;
+        if (lane_index() % 4 != 0 || row >= item.row_end) return;
+        const int64 head = static_cast<int64>(item.batch) * params.heads + item.head + fragment_row(h) % kPack;
+        params.lse[head * params.q_len + row] = lse;
+        if (params.max_score != nullptr) params.max_score[head * params.q_len + row] = max_score;
+    }
+
+    // Rows that attend to nothing.
+    FFA_DEVICE void store_empty() {
+        constexpr int kElementBytes = kWideOut ? 4 : 2;
+        constexpr int kElements = 16 / kElementBytes;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float sum = row_sum[h], top = seen_max[h];
+            store_statistics(item, h, negative_infinity, negative_infinity);
+            if (item.row_begin + fragment_row(h) / kPack >= item.row_end) continue;
+            uint8* const row = static_cast<uint8*>(params.out_pointer) + output_offset(item, fragment_row(h)) * kElementBytes;
+            for (int column = kElements * (lane_index() & 3); column < params.v_dim; column += 4 * kElements) {
+                *reinterpret_cast<uint4*>(row + column * kElementBytes) = make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+
+    FFA_DEVICE void store(const Item& item, const RowStatistics& statistics) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float sum = statistics.sum[h], top = statistics.seen[h];
 #pragma unroll
             for (int lanes = 1; lanes <= 2; lanes *= 2) {
                 sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -421,21 +488,16 @@ struct Consumer {
                 acc_o[4 * j + 2 * h] *= inverse;
                 acc_o[4 * j + 2 * h + 1] *= inverse;
             }
-            const int row = item.row_begin + fragment_row(h) / kPack;
-            if (lane_index() % 4 == 0 && row < item.row_end) {
-                const int64 at =
-                    (static_cast<int64>(item.batch) * params.heads + item.head + fragment_row(h) % kPack) * params.q_len +
-                    row;
-                params.lse[at] = empty ? negative_infinity : row_max[h] * params.scale_log2 + log2_approx(sum);
-                if (params.max_score != nullptr) {
-                    params.max_score[at] = empty ? negative_infinity : top * params.scale_log2;
-                }
-            }
+            store_statistics(item, h,
+                             empty ? negative_infinity : statistics.max[h] * params.scale_log2 + log2_approx(sum),
+                             empty ? negative_infinity : top * params.scale_log2);
         }
         if constexpr (kWideOut) {
             store_wide(item);
+        } else if constexpr (kStageOut) {
+            store_staged(item);
         } else {
-            store_narrow(item);
+            store_direct(item);
         }
     }
 
@@ -460,8 +522,47 @@ struct Consumer {
         }
     }
 
+    // In the input's type, straight from the registers.  The four lanes of a row exchange their pairs, so that each holds
+    // eight neighbouring columns.
+    FFA_DEVICE void store_direct(const Item& item) {
+        const int lane = lane_index() & 3;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const bool valid = item.row_begin + fragment_row(h) / kPack < item.row_end;
+            uint16* const row = static_cast<uint16*>(params.out_pointer) + output_offset(item, fragment_row(h));
+#pragma unroll
+            for (int j = 0; j < kVDim / 8; j += 4) {
+                uint32 pair[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    pair[i] = pack_pair<kType>(acc_o[4 * (j + i) + 2 * h], acc_o[4 * (j + i) + 2 * h + 1]);
+                }
+                transpose_quad(pair);
+                const int column = 8 * (j + lane);
+                if (valid && column < params.v_dim) {
+                    *reinterpret_cast<uint4*>(row + column) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+                }
+            }
+        }
+    }
+
+    // Lane i of four gets element i of each: a 4 x 4 transpose in two exchanges.
+    FFA_DEVICE static void transpose_quad(uint32 (&x)[4]) {
+        const bool odd = lane_index() & 1, upper = lane_index() & 2;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const uint32 received = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
+            (odd ? x[i] : x[i + 1]) = received;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32 received = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + 2], 2);
+            (upper ? x[i] : x[i + 2]) = received;
+        }
+    }
+
     // In the input's type: through shared memory, by TMA where all 64 rows are stored.
-    FFA_DEVICE void store_narrow(const Item& item) {
+    FFA_DEVICE void store_staged(const Item& item) {
         uint8* const staging = shared.out + group * 64 * kVDim * 2;
         const uint32 barrier = 1 + kConsumers + group;
         if (thread == 0) bulk_wait_read<0>();
@@ -517,8 +618,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         tma_prefetch_map(params.k);
         tma_prefetch_map(params.v);
         constexpr uint32 kConsumerWarps = 4 * kConsumers;
-        mbarrier_init(&shared.q_full, 1);
-        mbarrier_init(&shared.q_empty, kConsumerWarps);
+#pragma unroll
+        for (int b = 0; b < kQBuffers; ++b) {
+            mbarrier_init(&shared.q_full[b], 1);
+            mbarrier_init(&shared.q_empty[b], kConsumerWarps);
+        }
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
             mbarrier_init(&shared.k_full[s], 1);
@@ -543,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         float acc_o[kVDim / 2];
         float acc_s[kKvTile / 2];
         uint32 p[kKvTile / 4];
-        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128), {}, {}, acc_o, acc_s, p};
+        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128), {}, {}, {}, acc_o, acc_s, p};
         consumer.run();
         bulk_wait<0>();
     }

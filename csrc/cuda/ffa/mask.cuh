@@ -28,21 +28,20 @@ template <int kColumns> struct FragmentMask {
     static constexpr int kWords = (kOwned + 31) / 32;
     uint32 bits[2][kWords];
 
-    // starts[h], ends[h]: the first interval of row h; further ones follow every `stride` elements.  Only keys in
-    // [key_begin, key_limit) count; column 0 is key_begin.
-    FFA_DEVICE void from_intervals(const int* const (&starts)[2], const int* const (&ends)[2], int intervals, int stride,
+    // starts, ends: the interval tables, [intervals][stride]; row[h]: the table's column of fragment row h.  Only keys
+    // in [key_begin, key_limit) count; column 0 is key_begin.
+    FFA_DEVICE void from_intervals(const int* starts, const int* ends, const int (&row)[2], int intervals, int stride,
                                    int key_begin, int key_limit) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w) bits[h][w] = 0;
         }
-        for (int r = 0; r < intervals; ++r) {
+        for (int r = 0; r < intervals; ++r, starts += stride, ends += stride) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int64 at = static_cast<int64>(r) * stride;
-                const uint32 begin = owned_columns_before(__ldg(starts[h] + at) - key_begin);
-                const uint32 end = owned_columns_before(min(__ldg(ends[h] + at), key_limit) - key_begin);
+                const uint32 begin = owned_columns_before(__ldg(starts + row[h]) - key_begin);
+                const uint32 end = owned_columns_before(min(__ldg(ends + row[h]), key_limit) - key_begin);
 #pragma unroll
                 for (int w = 0; w < kWords; ++w) bits[h][w] |= bits_between(begin, end, w);
             }
