@@ -34,7 +34,7 @@ class ForwardInstance:
         head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
         kv_tile: keys of a key tile.
         consumers: warpgroups of 64 rows each.
-        stages: buffers of K and of V; q_buffers: of Q.
+        k_stages, v_stages: buffers of K and of V.
         pack: query heads in a row tile.
         stage_out: the output goes through shared memory (not for ``wide_out``).
         wide_out: float32 output.
@@ -45,8 +45,8 @@ class ForwardInstance:
     v_dim: int
     kv_tile: int
     consumers: int
-    stages: int
-    q_buffers: int
+    k_stages: int
+    v_stages: int
     pack: int
     stage_out: bool = True
     wide_out: bool = False
@@ -67,8 +67,8 @@ class ForwardInstance:
             "FFA_V_DIM": self.v_dim,
             "FFA_KV_TILE": self.kv_tile,
             "FFA_CONSUMERS": self.consumers,
-            "FFA_STAGES": self.stages,
-            "FFA_Q_BUFFERS": self.q_buffers,
+            "FFA_K_STAGES": self.k_stages,
+            "FFA_V_STAGES": self.v_stages,
             "FFA_PACK": self.pack,
             "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,

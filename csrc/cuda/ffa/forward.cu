@@ -6,9 +6,11 @@
 // Rows of a tile are (position, head) pairs: kPack query heads that share a key/value head are packed into one tile.
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
-// FFA_KV_TILE, FFA_CONSUMERS, FFA_STAGES, FFA_Q_BUFFERS, FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT.
+// FFA_KV_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_PACK, FFA_STAGE_OUT,
+// FFA_WIDE_OUT.
 #include "mask.cuh"
 #include "ptx.cuh"
+#include "softmax.cuh"
 
 using namespace ptx;
 
@@ -17,8 +19,8 @@ constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kVDim = FFA_V_DIM;
 constexpr int kKvTile = FFA_KV_TILE;
 constexpr int kConsumers = FFA_CONSUMERS;  // warpgroups
-constexpr int kStages = FFA_STAGES;         // buffers of K and of V
-constexpr int kQBuffers = FFA_Q_BUFFERS;
+constexpr int kKStages = FFA_K_STAGES;      // buffers of K
+constexpr int kVStages = FFA_V_STAGES;      // buffers of V
 constexpr int kPack = FFA_PACK;  // query heads in a row tile
 constexpr bool kStageOut = FFA_STAGE_OUT;    // 16-bit output goes through shared memory and TMA
 constexpr bool kWideOut = FFA_WIDE_OUT;      // float32 output
@@ -39,9 +41,6 @@ constexpr int kPanelsV = kVDim * 2 / kSwizzleV;
 constexpr uint32 kBytesQ = kRows * kHeadDim * 2;
 constexpr uint32 kBytesK = kKvTile * kHeadDim * 2;
 constexpr uint32 kBytesV = kKvTile * kVDim * 2;
-
-// Scores may exceed the maximum that the running sums refer to by this many powers of two before they are rescaled.
-constexpr float kRescaleThreshold = 8.0f;
 
 struct ForwardParams {
     TensorMap q, k, v, out;
@@ -78,14 +77,14 @@ struct Item {
 };
 
 struct Shared {
-    alignas(1024) uint8 q[kQBuffers][kBytesQ];
-    alignas(1024) uint8 k[kStages][kBytesK];
-    alignas(1024) uint8 v[kStages][kBytesV];
+    alignas(1024) uint8 q[kBytesQ];
+    alignas(1024) uint8 k[kKStages][kBytesK];
+    alignas(1024) uint8 v[kVStages][kBytesV];
     alignas(1024) uint8 out[kStageOut ? kRows * kVDim * 2 : 16];
-    KeyTile key_tiles[kStages];
-    Item items[kQBuffers];
-    alignas(8) uint64 q_full[kQBuffers], q_empty[kQBuffers];
-    uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    KeyTile key_tiles[kKStages];
+    Item item;
+    alignas(8) uint64 q_full, q_empty;
+    uint64 k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };
 
 FFA_DEVICE Item load_item(const ForwardParams& params, int index) {
@@ -128,25 +127,24 @@ template <int kSize> struct Ring {
 struct Producer {
     const ForwardParams& params;
     Shared& shared;
-    Ring<kStages> k_ring, v_ring;
-    Ring<kQBuffers> q_ring;
+    Ring<kKStages> k_ring;
+    Ring<kVStages> v_ring;
+    uint32 q_parity = 0;
     int pending_key = 0;  // the key tile whose values are still to be loaded
 
     FFA_DEVICE void load_q(const Item& item) {
-        const int buffer = q_ring.stage;
-        uint64* const full = &shared.q_full[buffer];
-        mbarrier_wait(&shared.q_empty[buffer], q_ring.parity ^ 1);
-        q_ring.advance();
-        shared.items[buffer] = item;
+        mbarrier_wait(&shared.q_empty, q_parity ^ 1);
+        q_parity ^= 1;
+        shared.item = item;
         if (item.key_tiles <= 0) {
-            mbarrier_arrive(full);
+            mbarrier_arrive(&shared.q_full);
             return;
         }
-        mbarrier_arrive_expect_bytes(full, kBytesQ);
+        mbarrier_arrive_expect_bytes(&shared.q_full, kBytesQ);
 #pragma unroll
         for (int p = 0; p < kPanelsQK; ++p) {
-            tma_load_4d(shared.q[buffer] + p * kRows * kSwizzleQK, params.q, full, p * kSwizzleQK / 2, item.head, item.row_begin,
-                        item.batch, kEvictFirst);
+            tma_load_4d(shared.q + p * kRows * kSwizzleQK, params.q, &shared.q_full, p * kSwizzleQK / 2, item.head,
+                        item.row_begin, item.batch, kEvictFirst);
         }
     }
 
@@ -217,37 +215,18 @@ struct Producer {
 
 // ---- consumers -----------------------------------------------------------------------------------------------------
 
-// Statistics of the two rows of which a thread holds fragments.
-struct RowStatistics {
-    float max[2];   // what the sums refer to; unscaled
-    float seen[2];  // this thread's true maximum; unscaled
-    float sum[2];   // this thread's part
-
-    FFA_DEVICE void reset() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            max[h] = seen[h] = negative_infinity;
-            sum[h] = 0.0f;
-        }
-    }
-};
-
 struct Consumer {
     const ForwardParams& params;
     Shared& shared;
     const int group;   // consumer warpgroup
     const int thread;  // in the warpgroup
-    Ring<kStages> k_ring, v_ring;
-    Ring<kQBuffers> q_ring;
+    Ring<kKStages> k_ring;
+    Ring<kVStages> v_ring;
     float (&acc_o)[kVDim / 2];
     float (&acc_s)[kKvTile / 2];
     uint32 (&p)[kKvTile / 4];
-    RowStatistics rows;
-    float factor[2];       // by which the output must be multiplied where `rescale`
-    bool rescale = false;  // the same in all lanes of a warp
-    // The item whose scores are computed.
+    OnlineSoftmax rows;
     Item item;
-    int q_buffer, tiles_left;
 
     FFA_DEVICE void release(uint64* barrier) {
         if (lane_index() == 0) mbarrier_arrive(barrier);
@@ -255,21 +234,6 @@ struct Consumer {
 
     // Row h (0, 1) of this thread's fragment, counted from the first row of the tile.
     FFA_DEVICE int fragment_row(int h) const { return 64 * group + 16 * (thread / 32) + lane_index() / 4 + 8 * h; }
-
-    // Goes on to the next item that has keys; rows without keys are written on the way.  False at the end.
-    FFA_DEVICE bool next_item() {
-        while (true) {
-            q_buffer = q_ring.stage;
-            mbarrier_wait(&shared.q_full[q_buffer], q_ring.parity);
-            q_ring.advance();
-            item = shared.items[q_buffer];
-            tiles_left = warp_uniform(item.key_tiles);
-            if (tiles_left < 0) return false;
-            if (tiles_left > 0) return true;
-            store_empty();
-            release(&shared.q_empty[q_buffer]);
-        }
-    }
 
     FFA_DEVICE void build_mask(FragmentMask<kKvTile>& mask, const KeyTile& tile) {
         if (!tile.masked) return;
@@ -286,7 +250,7 @@ struct Consumer {
 
     FFA_DEVICE void issue_scores(int stage) {
         const uint64 q_operand =
-            Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.q[q_buffer] + group * 64 * kSwizzleQK);
+            Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.q + group * 64 * kSwizzleQK);
         const uint64 k_operand = Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.k[stage]);
         fence_registers(acc_s);
         wgmma_fence();
@@ -315,59 +279,10 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Replaces scores by exp2(scale_log2 * (score - row_max)) and updates the row statistics (online softmax,
-    // Milakov and Gimelshein 2018).  The maximum is only moved when some score of the warp exceeds it by more than
-    // kRescaleThreshold (FlashAttention-4's lazy rescaling).
-    FFA_DEVICE void softmax() {
-        const float scale = params.scale_log2;
-        float new_max[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float even = acc_s[2 * h], odd = acc_s[2 * h + 1];
-#pragma unroll
-            for (int j = 1; j < kKvTile / 8; ++j) {
-                even = fmaxf(even, acc_s[4 * j + 2 * h]);
-                odd = fmaxf(odd, acc_s[4 * j + 2 * h + 1]);
-            }
-            new_max[h] = fmaxf(even, odd);
-            rows.seen[h] = fmaxf(rows.seen[h], new_max[h]);
-        }
-        const bool exceeds = new_max[0] * scale > rows.max[0] * scale + kRescaleThreshold ||
-                             new_max[1] * scale > rows.max[1] * scale + kRescaleThreshold;
-        rescale = __any_sync(0xffffffffu, exceeds);
-        if (rescale) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float quad = fmaxf(new_max[h], __shfl_xor_sync(0xffffffffu, new_max[h], 1));
-                quad = fmaxf(quad, __shfl_xor_sync(0xffffffffu, quad, 2));
-                quad = fmaxf(quad, rows.max[h]);
-                // -inf - -inf must not become a NaN.
-                factor[h] = quad == negative_infinity ? 1.0f : exp2_approx((rows.max[h] - quad) * scale);
-                rows.max[h] = quad;
-                rows.sum[h] *= factor[h];
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float offset = rows.max[h] == negative_infinity ? 0.0f : rows.max[h] * scale;
-            float even = 0.0f, odd = 0.0f;
-#pragma unroll
-            for (int j = 0; j < kKvTile / 8; ++j) {
-                float& first = acc_s[4 * j + 2 * h];
-                float& second = acc_s[4 * j + 2 * h + 1];
-                first = exp2_approx(fmaf(first, scale, -offset));
-                second = exp2_approx(fmaf(second, scale, -offset));
-                even += first;
-                odd += second;
-            }
-            rows.sum[h] += even + odd;
-        }
-    }
-
     FFA_DEVICE void rescale_output() {
-        if (!rescale) return;
+        if (!rows.moved) return;
 #pragma unroll
-        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] *= factor[(i / 2) % 2];
+        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] *= rows.factor[(i / 2) % 2];
     }
 
     FFA_DEVICE void pack_probabilities() {
@@ -376,9 +291,28 @@ struct Consumer {
     }
 
     FFA_DEVICE void run() {
-        if (!next_item()) return;
+        for (uint32 q_parity = 0;; q_parity ^= 1) {
+            mbarrier_wait(&shared.q_full, q_parity);
+            item = shared.item;
+            const int key_tiles = warp_uniform(item.key_tiles);
+            if (key_tiles < 0) return;
+            if (key_tiles == 0) {
+                store_empty();
+                release(&shared.q_empty);
+            } else {
+                attend(key_tiles);
+                store();
+            }
+        }
+    }
+
+    FFA_DEVICE void attend(int key_tiles) {
+#pragma unroll
+        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] = 0.0f;
+        rows.reset();
         FragmentMask<kKvTile> mask;
-        // The very first tile has no product with V to hide behind.
+        // The first tile has no product with V to hide behind, and is kept out of the loop: the compiler serializes
+        // products whose waits depend on a branch.
         int stage = k_ring.stage;
         mbarrier_wait(&shared.k_full[stage], k_ring.parity);
         KeyTile tile = shared.key_tiles[stage];
@@ -386,18 +320,11 @@ struct Consumer {
         build_mask(mask, tile);
         wgmma_wait<0>();
         fence_registers(acc_s);
-        finish_scores(stage);
+        finish_scores(stage, key_tiles == 1);
         if (tile.masked) mask.apply(acc_s);
-        rows.reset();
-        softmax();
+        rows.update(acc_s, params.scale_log2);
         pack_probabilities();
-        clear_output();
-        Item ending_item = item;
-        while (true) {
-            // One key tile after the other, across items: scores of the next tile beside P V of the current one.
-            const bool item_ends = tiles_left == 0;
-            ending_item = item;
-            if (item_ends && !next_item()) break;
+        for (int i = 1; i < key_tiles; ++i) {
             stage = k_ring.stage;
             mbarrier_wait(&shared.k_full[stage], k_ring.parity);
             tile = shared.key_tiles[stage];
@@ -409,34 +336,26 @@ struct Consumer {
             build_mask(mask, tile);
             wgmma_wait<1>();
             fence_registers(acc_s);
-            finish_scores(stage);
+            finish_scores(stage, i + 1 == key_tiles);
             if (tile.masked) mask.apply(acc_s);
-            const RowStatistics ending = rows;
-            if (item_ends) rows.reset();
-            softmax();
+            rows.update(acc_s, params.scale_log2);
             wgmma_wait<0>();
             fence_registers(acc_o);
             finish_output();
+            rescale_output();
             pack_probabilities();
-            if (item_ends) {
-                store(ending_item, ending);
-                clear_output();
-            } else {
-                rescale_output();
-            }
         }
         mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
         issue_output(v_ring.stage);
         wgmma_wait<0>();
         fence_registers(acc_o);
         finish_output();
-        store(ending_item, rows);
     }
 
-    FFA_DEVICE void finish_scores(int stage) {
+    FFA_DEVICE void finish_scores(int stage, bool item_ends) {
         release(&shared.k_empty[stage]);
         k_ring.advance();
-        if (--tiles_left == 0) release(&shared.q_empty[q_buffer]);
+        if (item_ends) release(&shared.q_empty);
     }
 
     FFA_DEVICE void finish_output() {
@@ -444,12 +363,7 @@ struct Consumer {
         v_ring.advance();
     }
 
-    FFA_DEVICE void clear_output() {
-#pragma unroll
-        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] = 0.0f;
-    }
-
-    FFA_DEVICE void store_statistics(const Item& item, int h, float lse, float max_score) {
+    FFA_DEVICE void store_statistics(int h, float lse, float max_score) {
         const int row = item.row_begin + fragment_row(h) / kPack;
         if (lane_index() % 4 != 0 || row >= item.row_end) return;
         const int64 head = static_cast<int64>(item.batch) * params.heads + item.head + fragment_row(h) % kPack;
@@ -463,19 +377,19 @@ struct Consumer {
         constexpr int kElements = 16 / kElementBytes;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            store_statistics(item, h, negative_infinity, negative_infinity);
+            store_statistics(h, negative_infinity, negative_infinity);
             if (item.row_begin + fragment_row(h) / kPack >= item.row_end) continue;
-            uint8* const row = static_cast<uint8*>(params.out_pointer) + output_offset(item, fragment_row(h)) * kElementBytes;
+            uint8* const row = static_cast<uint8*>(params.out_pointer) + output_offset(fragment_row(h)) * kElementBytes;
             for (int column = kElements * (lane_index() & 3); column < params.v_dim; column += 4 * kElements) {
                 *reinterpret_cast<uint4*>(row + column * kElementBytes) = make_uint4(0, 0, 0, 0);
             }
         }
     }
 
-    FFA_DEVICE void store(const Item& item, const RowStatistics& statistics) {
+    FFA_DEVICE void store() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float sum = statistics.sum[h], top = statistics.seen[h];
+            float sum = rows.sum[h], top = rows.seen[h];
 #pragma unroll
             for (int lanes = 1; lanes <= 2; lanes *= 2) {
                 sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -488,30 +402,30 @@ struct Consumer {
                 acc_o[4 * j + 2 * h] *= inverse;
                 acc_o[4 * j + 2 * h + 1] *= inverse;
             }
-            store_statistics(item, h,
-                             empty ? negative_infinity : statistics.max[h] * params.scale_log2 + log2_approx(sum),
+            store_statistics(h,
+                             empty ? negative_infinity : rows.max[h] * params.scale_log2 + log2_approx(sum),
                              empty ? negative_infinity : top * params.scale_log2);
         }
         if constexpr (kWideOut) {
-            store_wide(item);
+            store_wide();
         } else if constexpr (kStageOut) {
-            store_staged(item);
+            store_staged();
         } else {
-            store_direct(item);
+            store_direct();
         }
     }
 
-    FFA_DEVICE int64 output_offset(const Item& item, int tile_row) const {
+    FFA_DEVICE int64 output_offset(int tile_row) const {
         return item.batch * params.out_stride_batch + (item.head + tile_row % kPack) * params.out_stride_head +
                (item.row_begin + tile_row / kPack) * params.out_stride_row;
     }
 
     // float32, straight from the registers.
-    FFA_DEVICE void store_wide(const Item& item) {
+    FFA_DEVICE void store_wide() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (item.row_begin + fragment_row(h) / kPack >= item.row_end) continue;
-            float* row = static_cast<float*>(params.out_pointer) + output_offset(item, fragment_row(h));
+            float* row = static_cast<float*>(params.out_pointer) + output_offset(fragment_row(h));
 #pragma unroll
             for (int j = 0; j < kVDim / 8; ++j) {
                 const int column = 8 * j + 2 * (lane_index() & 3);
@@ -524,12 +438,12 @@ struct Consumer {
 
     // In the input's type, straight from the registers.  The four lanes of a row exchange their pairs, so that each holds
     // eight neighbouring columns.
-    FFA_DEVICE void store_direct(const Item& item) {
+    FFA_DEVICE void store_direct() {
         const int lane = lane_index() & 3;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const bool valid = item.row_begin + fragment_row(h) / kPack < item.row_end;
-            uint16* const row = static_cast<uint16*>(params.out_pointer) + output_offset(item, fragment_row(h));
+            uint16* const row = static_cast<uint16*>(params.out_pointer) + output_offset(fragment_row(h));
 #pragma unroll
             for (int j = 0; j < kVDim / 8; j += 4) {
                 uint32 pair[4];
@@ -562,7 +476,7 @@ struct Consumer {
     }
 
     // In the input's type: through shared memory, by TMA where all 64 rows are stored.
-    FFA_DEVICE void store_staged(const Item& item) {
+    FFA_DEVICE void store_staged() {
         uint8* const staging = shared.out + group * 64 * kVDim * 2;
         const uint32 barrier = 1 + kConsumers + group;
         if (thread == 0) bulk_wait_read<0>();
@@ -594,7 +508,7 @@ struct Consumer {
             for (int i = thread; i < 64 * kChunks; i += 128) {
                 const int tile_row = 64 * group + i / kChunks, chunk = i % kChunks;
                 if (item.row_begin + tile_row / kPack < item.row_end && 8 * chunk < params.v_dim) {
-                    *reinterpret_cast<uint4*>(static_cast<uint16*>(params.out_pointer) + output_offset(item, tile_row) +
+                    *reinterpret_cast<uint4*>(static_cast<uint16*>(params.out_pointer) + output_offset(tile_row) +
                                               8 * chunk) =
                         *reinterpret_cast<const uint4*>(staging + staging_offset(i / kChunks, 16 * chunk));
                 }
@@ -618,16 +532,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         tma_prefetch_map(params.k);
         tma_prefetch_map(params.v);
         constexpr uint32 kConsumerWarps = 4 * kConsumers;
+        mbarrier_init(&shared.q_full, 1);
+        mbarrier_init(&shared.q_empty, kConsumerWarps);
 #pragma unroll
-        for (int b = 0; b < kQBuffers; ++b) {
-            mbarrier_init(&shared.q_full[b], 1);
-            mbarrier_init(&shared.q_empty[b], kConsumerWarps);
+        for (int s = 0; s < kKStages; ++s) {
+            mbarrier_init(&shared.k_full[s], 1);
+            mbarrier_init(&shared.k_empty[s], kConsumerWarps);
         }
 #pragma unroll
-        for (int s = 0; s < kStages; ++s) {
-            mbarrier_init(&shared.k_full[s], 1);
+        for (int s = 0; s < kVStages; ++s) {
             mbarrier_init(&shared.v_full[s], 1);
-            mbarrier_init(&shared.k_empty[s], kConsumerWarps);
             mbarrier_init(&shared.v_empty[s], kConsumerWarps);
         }
         mbarrier_init_fence();
@@ -647,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         float acc_o[kVDim / 2];
         float acc_s[kKvTile / 2];
         uint32 p[kKvTile / 4];
-        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128), {}, {}, {}, acc_o, acc_s, p};
+        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128), {}, {}, acc_o, acc_s, p};
         consumer.run();
         bulk_wait<0>();
     }
