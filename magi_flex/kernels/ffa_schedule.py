@@ -38,17 +38,11 @@ def make_schedule(plan: TilePlan) -> Schedule:
     counts = plan.head_ptr.diff()
     masks = torch.arange(len(counts), device=counts.device)
     owner = torch.repeat_interleave(masks, counts, output_size=plan.tile_begin.shape[0])
-    cost = _tiles_per_row_tile(plan.full_ptr, plan.full_runs, plan.kv_tile)
-    cost = cost + _tiles_per_row_tile(plan.partial_ptr, plan.partial_runs, plan.kv_tile)
+    full_steps, partial_steps = plan.steps()
+    cost = full_steps + partial_steps
     order = torch.argsort(owner * (1 << 32) - cost, stable=True)
     rows = torch.stack((plan.tile_begin, plan.tile_end, owner.int(), cost.int()), 1)
     runs = torch.stack((plan.partial_ptr[:-1], plan.partial_ptr[1:], plan.full_ptr[:-1], plan.full_ptr[1:]), 1)
     return Schedule(
         rows[order].contiguous(), runs[order].contiguous(), plan.partial_runs.contiguous(), plan.full_runs.contiguous()
     )
-
-
-def _tiles_per_row_tile(ptr: Tensor, runs: Tensor, kv_tile: int) -> Tensor:
-    tiles = (runs[:, 1].long() - runs[:, 0] + kv_tile - 1) // kv_tile
-    before = torch.cat((tiles.new_zeros(1), tiles.cumsum(0)))[ptr.long()]
-    return before.diff()
