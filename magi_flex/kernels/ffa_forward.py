@@ -154,8 +154,8 @@ def launch_forward(
     """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream.
 
     All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
-    is positive, the interval tables are contiguous, and ``schedule`` was made for ``instance.q_tile`` and ``instance.kv_tile``.  ``sm_margin``
-    multiprocessors are left to others.
+    is positive, the interval tables are contiguous, and ``schedule`` was made for ``instance.q_tile`` and
+    ``instance.kv_tile``.  ``sm_margin`` multiprocessors are left to others.
     """
     device_index = q_BHQD.device.index
     batch, heads, q_len, _ = q_BHQD.shape
