@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inductor_lowering.capture import trace_mask_mod
 from magi_flex.bit_tiles import BitTiles
-from magi_flex.canonical_mask import CanonicalMaskMod
+from magi_flex.canonical_mask import CanonicalMaskMod, without_padding
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
@@ -41,7 +41,7 @@ class CanonicalCaptures:
             return MaskPlan(intervals)
         q_tile, kv_tile = MaskPlanBuilder.q_tile, MaskPlanBuilder.kv_tile
         tensors = (captures[i] for i in (self.row_ptr, self.cols, self.slot, self.bits))
-        return MaskPlan(intervals, BitTiles(q_tile, kv_tile, *tensors))
+        return MaskPlan(intervals, without_padding(BitTiles(q_tile, kv_tile, *tensors)))
 
 
 def find_canonical(program: FxProgram, captures: Sequence[Any]) -> CanonicalCaptures | None:

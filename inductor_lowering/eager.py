@@ -17,9 +17,9 @@ from torch._C import DispatchKey
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
 from inductor_lowering.tile_program import SCORE_SCALARS
-from inductor_lowering.translate import Stock, backend_choice, mask_spec, score_spec
+from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
+from inductor_lowering.translate import Stock, backend_choice, mask_spec, refuse_stock_for_sharded, score_spec
 from magi_flex import ops, plan_memo
 from magi_flex.kernels.layout import fill_order
 from magi_flex.kernels.route import AUTO
@@ -44,6 +44,7 @@ def install(backend: str | None) -> None:
         hop._dispatch_cache.clear()
 
 
+@torch._dynamo.disable
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = HopCall.of_forward(args)
     try:
@@ -51,18 +52,20 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         mask, *mask_inputs = mask_spec(call, _mask_graph(call))
         score, *score_inputs = score_spec(call, _score_graph(call), None, ())
     except Stock as reason:
-        return _leave(_stock_forward, args, reason)
-    plan = _build(mask, mask_inputs, call.q, call.k)
+        return _leave(_stock_forward, call, args, reason)
     needs_backward = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[:3], *call.score_captures))
     program = score.build(*score_inputs)
-    out, lse, max_score = ops.run_forward(
-        call.q, call.k, call.v, plan, program, call.scale, backend, needs_backward, fill_order(call.q)
-    )
+    settings = (program, call.scale, backend, needs_backward, fill_order(call.q))
+    if mask.sharded:
+        return ops.sharded_attention().run_forward(call.q, call.k, call.v, mask_inputs[0][0], *settings)
+    plan = _build(mask, mask_inputs, call.q, call.k)
+    out, lse, max_score = ops.run_forward(call.q, call.k, call.v, plan, *settings)
     if needs_backward:
         plan_memo.remember(plan_memo.storage_key(lse), lse, _identity(mask, call), plan)
     return out, lse, max_score
 
 
+@torch._dynamo.disable
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     call = HopCall.of_backward(args)
     needs_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in call.score_captures)
@@ -71,20 +74,25 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
         mask, *mask_inputs = mask_spec(call, _mask_graph(call))
         score, *score_inputs = score_spec(call, _score_graph(call), call.joint_graph, needs_grad)
     except Stock as reason:
-        return _leave(_stock_backward, args, reason)
-    plan = plan_memo.recall(
-        plan_memo.storage_key(call.lse), _identity(mask, call), lambda: _build(mask, mask_inputs, call.q, call.k)
-    )
-    dq, dk, dv, wanted = ops.run_backward(
-        *(call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse),
-        *(plan, score.build(*score_inputs), call.scale, backend),
+        return _leave(_stock_backward, call, args, reason)
+    given = (call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse)
+    settings = (
+        *(score.build(*score_inputs), call.scale, backend),
         *(fill_order(call.q), fill_order(call.k), fill_order(call.v)),
     )
+    if mask.sharded:
+        dq, dk, dv, wanted = ops.sharded_attention().run_backward(*given, mask_inputs[0][0], *settings)
+    else:
+        plan = plan_memo.recall(
+            plan_memo.storage_key(call.lse), _identity(mask, call), lambda: _build(mask, mask_inputs, call.q, call.k)
+        )
+        dq, dk, dv, wanted = ops.run_backward(*given, plan, *settings)
     remaining = iter(wanted)
     return dq, dk, dv, tuple(next(remaining) if needed else None for needed in needs_grad)
 
 
-def _leave(stock: Any, args: Sequence[Any], reason: Stock) -> Any:
+def _leave(stock: Any, call: HopCall, args: Sequence[Any], reason: Stock) -> Any:
+    refuse_stock_for_sharded(call, reason)
     logger.log(logging.INFO if reason.chosen else logging.WARNING, "flex_attention is left to PyTorch: %s", reason)
     return stock(*args)
 

@@ -1,7 +1,8 @@
 """FlexAttention's own checks refuse on a CPU what our kernels can do: training, and the largest scores as a result.
 
-Both checks are wrapped so that they let these through when our kernels take the call.  Dynamo traces the wrappers and
-guards on ACTIVE_BACKEND, so a function compiled under one choice is compiled again under another.
+Both checks are wrapped so that they let these through when our kernels take the call; and so is the warning that an
+eager call writes out all scores, which is not true of our kernels.  Dynamo traces the wrappers and guards on
+ACTIVE_BACKEND, so a function compiled under one choice is compiled again under another.
 """
 
 from __future__ import annotations
@@ -20,17 +21,24 @@ COMPILERS: set[Callable[..., Any]] = set()  # functions that compile with our ke
 
 _stock_validate_device = flex_attention_module._validate_device
 _stock_apply_kernel_options = flex_attention_module._apply_kernel_options
+_stock_warn_once = flex_attention_module._warn_once
 
 
 def install() -> None:
     """Wrap the checks; without ACTIVE_BACKEND and outside of our COMPILERS they do what they did."""
     flex_attention_module._validate_device = _validate_device
     flex_attention_module._apply_kernel_options = _apply_kernel_options
+    flex_attention_module._warn_once = _warn_once
 
 
 @torch._dynamo.assume_constant_result
 def _compiling_with_us() -> bool:
     return current_compiler() in COMPILERS
+
+
+def serving() -> bool:
+    """Whether our kernels take the calls that are made, or compiled, now."""
+    return ACTIVE_BACKEND is not None or current_compiler() in COMPILERS
 
 
 def _served_on_cpu(query: Tensor) -> bool:
@@ -50,9 +58,18 @@ def _apply_kernel_options(
     kernel_options: Any,
     return_aux: Any = None,
 ) -> Any:
-    if not _served_on_cpu(query) or return_aux is None or not return_aux.max_scores:
-        return _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, return_aux)
-    without_max = flex_attention_module.AuxRequest(lse=return_aux.lse)
-    options = _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, without_max)
-    options["OUTPUT_MAX"] = True
+    wants_max = return_aux is not None and return_aux.max_scores and _served_on_cpu(query)
+    if wants_max:
+        return_aux = flex_attention_module.AuxRequest(lse=return_aux.lse)
+    options = _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, return_aux)
+    if wants_max:
+        options["OUTPUT_MAX"] = True
+    if ACTIVE_BACKEND is not None:
+        # Always there, because Dynamo guards on the values of known options but not on which options there are.
+        options.setdefault("magi_backend", ACTIVE_BACKEND)
     return options
+
+
+def _warn_once(warning_id: str, message: str, category: type[Warning] = UserWarning) -> None:
+    if ACTIVE_BACKEND is None or warning_id != "flex_attention_performance":
+        _stock_warn_once(warning_id, message, category)

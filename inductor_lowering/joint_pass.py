@@ -26,7 +26,7 @@ from inductor_lowering.torch_compat import (
     MAX_SCORE,
     HopCall,
 )
-from inductor_lowering.translate import Stock, backend_choice, mask_spec, score_spec
+from inductor_lowering.translate import Stock, backend_choice, mask_spec, refuse_stock_for_sharded, score_spec
 from magi_flex.kernels.layout import dense_order
 from magi_flex.op_specs import MaskSpec
 
@@ -89,6 +89,7 @@ class _Rewriter:
 
     def _leave(self, node: Node, reason: Stock) -> None:
         call = HopCall.of_node(node)
+        refuse_stock_for_sharded(call, reason)
         device = call.q.meta["val"].device
         if node.target is BACKWARD_HOP and device.type == "cpu":
             raise RuntimeError(
@@ -176,7 +177,7 @@ class _Rewriter:
 
     def _plan(self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]) -> Node | None:
         """The plan op for this mask, inserted at the graph's insertion point unless there is one already."""
-        if mask.is_full:
+        if mask.is_full or mask.sharded:
             return None
         q, k = call.q.meta["val"], call.k.meta["val"]
         lengths = [self._size(call.q, q, 0), q.shape[1], self._size(call.q, q, 2), self._size(call.k, k, 2)]

@@ -9,6 +9,8 @@ Shape legend: B batch, H query heads, Q query rows, K keys (each the full axis, 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +249,11 @@ class MaskProgram:
             )
         return raw["node"]
 
+    @functools.cached_property
+    def element_cost(self) -> int:
+        """Most numbers that a step holds for one (b, h, q, k)."""
+        return max([1, *(math.prod(step.shape) for step in self.steps if step.mixed)])
+
     # ---- values -------------------------------------------------------------------------------------------------
 
     def constant(self, at: int) -> Any:
@@ -286,9 +293,34 @@ class MaskProgram:
         ranges = {"b": (0, self.sizes["b"]), "h": (0, self.sizes["h"]), "q": rows, "k": keys}
         return self._evaluate(at, ranges, part=True)
 
-    def _evaluate(self, at: int, ranges: dict[str, tuple[int, int]], part: bool = False) -> Tensor:
+    def axis_operands(self, at: int) -> list[int] | None:
+        """The largest parts of a step that do not depend on both q and k; None if it cannot run on the grid."""
+        found: dict[int, None] = {}
+
+        def visit(i: int) -> bool:
+            step = self.steps[i]
+            if not step.depends:
+                return True
+            if not step.mixed and not step.shape:
+                found[i] = None
+                return True
+            return step.on_grid and all(visit(j) for j in refs_of((step.args, step.kwargs)))
+
+        return list(found) if visit(at) else None
+
+    def value_from(self, at: int, operands: dict[int, Tensor]) -> Tensor:
+        """A step from the values of its ``axis_operands``."""
+        return self._evaluate(at, {}, known=operands)
+
+    def _evaluate(
+        self,
+        at: int,
+        ranges: dict[str, tuple[int, int]],
+        part: bool = False,
+        known: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """Run on the grid; ``part`` reads values of single axes from the whole axis and slices them."""
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = dict(known or {})
 
         def value(i: int) -> Any:
             if i not in memo:

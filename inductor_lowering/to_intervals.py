@@ -17,13 +17,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from inductor_lowering.block_lists import BlockRows
 from inductor_lowering.capture import MaskMod, trace_mask_mod
 from inductor_lowering.mask_program import MaskProgram
+from inductor_lowering.separate import separate
+from inductor_lowering.solve import Solver
 from inductor_lowering.stream import stream_rows
 from magi_flex.bit_tiles import BitTiles, unpack_bits
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
-from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
+from magi_flex.mask_plan import CHEAP_INTERVALS, MaskPlan, MaskPlanBuilder
 
-ROWS_AT_ONCE = 1 << 15  # a multiple of the builder's row tile
+ROWS_AT_ONCE = 1 << 14  # a multiple of the builder's row tile
 logger = logging.getLogger("magi_flex")
 
 
@@ -173,25 +175,80 @@ def plan_with_report(
 ) -> tuple[MaskPlan, PlanReport]:
     """The plan of (domain AND program) OR always, and how it was found."""
     mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
-    report = PlanReport()
-    depends = mask.steps[mask.result].depends
-    regions = [x for x in (domain, always) if x is not None]
-    plan_batch = max([batch if "b" in depends else 1, *(x.batch for x in regions)])
-    plan_heads = max([heads if "h" in depends else 1, *(x.heads for x in regions)])
     domain = domain or BlockRows.full(q_len, kv_len, device)
-    builder = MaskPlanBuilder(plan_batch, plan_heads, q_len, kv_len, device)
-    report.streamed("everything is streamed")
+    solver, formula = Solver(mask), separate(mask)
+    report = PlanReport()
+    rows = _RowCollector(mask, [x for x in (domain, always) if x is not None])
     for begin in range(0, q_len, ROWS_AT_ONCE):
         end = min(q_len, begin + ROWS_AT_ONCE)
-        stream_rows(
-            builder,
-            lambda rows, keys: mask.tile_value(mask.result, rows, keys),
-            domain.rows(begin, end),
-            None if always is None else always.rows(begin, end),
-            begin,
-        )
+        inside, reasons = solver.solve(formula, domain.rows(begin, end), begin)
+        outside = None if always is None else always.rows(begin, end)
+        if reasons:
+            for reason in reasons:
+                report.streamed(reason)
+            rows.stream(inside, outside, begin)
+        else:
+            rows.add(inside if outside is None else inside.union(outside))
+    for rule in solver.rules:
+        report.used(rule)
     logger.debug("mask plan: %s; rules: %s; reasons: %s", report.path, report.rules, report.reasons)
-    return builder.finish(), report
+    return rows.finish(), report
+
+
+class _RowCollector:
+    """Parts of a plan's rows, in order: joined as they are while all have few intervals, else through a builder."""
+
+    def __init__(self, mask: MaskProgram, regions: Sequence[BlockRows]) -> None:
+        self.mask = mask
+        depends = mask.steps[mask.result].depends
+        self.batch = max([mask.sizes["b"] if "b" in depends else 1, *(x.batch for x in regions)])
+        self.heads = max([mask.sizes["h"] if "h" in depends else 1, *(x.heads for x in regions)])
+        self.parts: list[RowIntervals] = []
+        self.builder: MaskPlanBuilder | None = None
+
+    def add(self, intervals: RowIntervals) -> None:
+        intervals = intervals.trim()
+        if self.builder is None and intervals.max_intervals <= CHEAP_INTERVALS:
+            self.parts.append(intervals)
+        else:
+            self._through_builder().add_intervals(intervals)
+
+    def stream(self, domain: RowIntervals, always: RowIntervals | None, first_row: int) -> None:
+        mask = self.mask
+        stream_rows(
+            self._through_builder(),
+            lambda rows, keys: mask.tile_value(mask.result, rows, keys),
+            domain,
+            always,
+            first_row,
+            mask.element_cost,
+        )
+
+    def _through_builder(self) -> MaskPlanBuilder:
+        if self.builder is None:
+            sizes = self.mask.sizes
+            self.builder = MaskPlanBuilder(self.batch, self.heads, sizes["q"], sizes["k"], self.mask.device)
+            for part in self.parts:
+                self.builder.add_intervals(part)
+            self.parts.clear()
+        return self.builder
+
+    def finish(self) -> MaskPlan:
+        if self.builder is not None or not self.parts:
+            return self._through_builder().finish()
+        batch = max(x.starts.shape[0] for x in self.parts)
+        heads = max(x.starts.shape[1] for x in self.parts)
+        slots, kv_len = max(x.max_intervals for x in self.parts), self.parts[0].kv_len
+        bounds = []
+        for name, unused in (("starts", kv_len), ("ends", 0)):
+            padded = [
+                torch.nn.functional.pad(
+                    getattr(x.expand(batch, heads), name), (0, 0, 0, slots - x.max_intervals), value=unused
+                )
+                for x in self.parts
+            ]
+            bounds.append(torch.cat(padded, 3) if len(padded) > 1 else padded[0].contiguous())
+        return MaskPlan(RowIntervals(bounds[0], bounds[1], kv_len))
 
 
 def mask_plan_tile(plan: MaskPlan, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:

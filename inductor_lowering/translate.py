@@ -15,7 +15,7 @@ from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.route import check_choice
-from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
+from magi_flex.op_specs import MaskSpec, ScoreSpec, is_shard_handle, split_captures
 
 STOCK = "stock"
 WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
@@ -39,7 +39,7 @@ def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
     if ours == STOCK:
         raise Stock("kernel_options['magi_backend'] is 'stock'", chosen=True)
     if stock != "AUTO":
-        if ours is not None:
+        if ours not in (None, default):
             raise ValueError(
                 f"kernel_options: magi_backend={ours!r} and PyTorch's own choice {stock!r} contradict each other; "
                 f"give one of them"
@@ -50,6 +50,9 @@ def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
 
 def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any], list[Any]]:
     """(spec, tensors, ints) of the call's mask, as MaskSpec describes them."""
+    handle = sharded_handle(call)
+    if handle is not None:
+        return MaskSpec(None, "t", sharded=True), [handle], []
     try:
         program = FxProgram.from_graph(mask_mod)
     except UnsupportedProgram as error:
@@ -62,6 +65,17 @@ def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any]
     order, tensors, ints = split_captures(() if always_true else call.mask_captures)
     spec = MaskSpec(None if always_true else program.to_json(), order, bool(lists), len(lists) == 4)
     return spec, [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
+
+
+def sharded_handle(call: HopCall) -> Any | None:
+    """The handle that stands for a mask over a sequence shared by ranks, or None for any other mask."""
+    return next((x for x in call.mask_captures if is_shard_handle(x.meta["val"] if isinstance(x, Node) else x)), None)
+
+
+def refuse_stock_for_sharded(call: HopCall, reason: Stock) -> None:
+    """PyTorch's own kernels know nothing of other ranks, so such a call cannot be left to them."""
+    if sharded_handle(call) is not None:
+        raise RuntimeError(f"flex_attention over a sharded sequence cannot be left to PyTorch: {reason}")
 
 
 def score_spec(

@@ -56,8 +56,11 @@ class CanonicalMaskMod:
         return CanonicalMaskMod(starts.contiguous(), ends.contiguous(), plan.kv_len, padded)
 
     def plan(self) -> MaskPlan:
-        """The plan; its tensors are the captures themselves (bit tiles without their padding)."""
-        return MaskPlan(RowIntervals(self.starts, self.ends, self.kv_len), self.bit_tiles)
+        """The plan; its tensors are the captures themselves (lists of bit tiles without their padding)."""
+        bits = self.bit_tiles
+        return MaskPlan(
+            RowIntervals(self.starts, self.ends, self.kv_len), None if bits is None else without_padding(bits)
+        )
 
     def to(self, device: torch.device | str) -> CanonicalMaskMod:
         bits = self.bit_tiles
@@ -89,6 +92,12 @@ class CanonicalMaskMod:
         word = bits.bits[slot.clamp(min=0), q_idx % bits.q_tile, kv_idx % bits.kv_tile // 32]
         is_set = (word >> (kv_idx % 32)) & 1
         return (low < end) & (bits.cols[low] == col) & ((slot < 0) | (is_set == 1))
+
+
+def without_padding(bits: BitTiles) -> BitTiles:
+    """The listed tiles alone (views)."""
+    listed = int(bits.row_ptr.max()) if bits.row_ptr.numel() else 0
+    return BitTiles(bits.q_tile, bits.kv_tile, bits.row_ptr, bits.cols[:listed], bits.slot[:listed], bits.bits)
 
 
 def _power_of_two(count: int) -> int:

@@ -85,11 +85,12 @@ class Explanation:
         plan, counts = self.plan, self.counts
         batch, heads, slots, _ = plan.starts.shape
         pairs = batch * heads * plan.q_len * plan.kv_len
-        which = [f"{n} {what}" for n, what in ((batch, "batch entries"), (heads, "heads")) if n > 1]
+        apart = [f"{n} {what}" for n, what in ((batch, "batch entries"), (heads, "heads")) if n > 1]
+        of = " x ".join(apart) or "one for all batch entries and heads"
         lines = [
-            f"{self.name}: {plan.q_len:,} queries x {plan.kv_len:,} keys, {' x '.join(which) or 'one for all batch entries and heads'}",
+            f"{self.name}: {plan.q_len:,} queries x {plan.kv_len:,} keys, {of}",
             f"  intervals  {slots} slot{'s' * (slots > 1)} a row{self._bit_tile_text()}",
-            f"  found by   {', '.join(self.report.rules) or self.report.path} ({_path_text(self.report.path)})",
+            f"  found by   {_path_text(self.report)}",
         ]
         lines += [f"             {reason}" for reason in self.report.reasons]
         area = plan.area()
@@ -98,7 +99,7 @@ class Explanation:
             f"  area       {area:,} pairs, {_percent(area, pairs)} of all",
             f"  tiles      {self.q_tile} x {self.kv_tile}: {counts.full:,} full, {counts.partial:,} partial, "
             f"{counts.empty:,} empty; {_percent(counts.empty, total)} are skipped",
-            f"  memory     plan {_bytes(plan.nbytes)}; stock BlockMask {_bytes(self.stock_nbytes)}",
+            f"  memory     plan {_bytes(plan.nbytes)}; lists of a stock BlockMask {_bytes(self.stock_nbytes)}",
         ]
         return lines
 
@@ -227,9 +228,10 @@ def _name(mask: MaskMod | BlockMask | MaskPlan) -> str:
     return getattr(mask, "__name__", type(mask).__name__)
 
 
-def _path_text(path: str) -> str:
-    grows = {"symbolic": "symbolically: time grows with tokens", "stream": "pair by pair: time grows with tokens²"}
-    return grows.get(path, path)
+def _path_text(report: PlanReport) -> str:
+    if report.path == "stream":
+        return "evaluation pair by pair, in time that grows with tokens²:"
+    return f"symbolic rules, in time that grows with tokens: {', '.join(report.rules)}"
 
 
 def _purpose(facts: RequestFacts) -> str:

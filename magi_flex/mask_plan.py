@@ -161,14 +161,22 @@ class MaskPlanBuilder:
         starts = intervals.starts.flatten(0, 1).transpose(1, 2)[used_GQR]
         ends = intervals.ends.flatten(0, 1).transpose(1, 2)[used_GQR]
         tile = tile_T.view(-1, tiles)[head, row // self.q_tile]
-        self._runs.append((self._global_row(tile, row), starts, ends))
+        row = self._global_row(tile, row)
         need_GQ = torch.nn.functional.pad(used_GQR.sum(2), (0, tiles * self.q_tile - intervals.q_len))
         # Bytes as bits: the tiles in which a run begins or ends are about those that are partial.
         cols = torch.cat((starts, ends - 1)).long() // self.kv_tile
         cells = tile.repeat(2) * self._col_tiles + cols
         partial_T = torch.bincount(cells.unique() // self._col_tiles, minlength=self._all_row_tiles)[tile_T]
         bit_bytes_T = partial_T * (self.q_tile * self.kv_tile // 8 + 8)
-        self._needs.append((tile_T, need_GQ.unflatten(1, (tiles, self.q_tile)).amax(2).flatten(), bit_bytes_T))
+        need_GTQ = need_GQ.unflatten(1, (tiles, self.q_tile))
+        need_T, run_bytes_T = need_GTQ.amax(2).flatten(), 8 * need_GTQ.sum(2).flatten()
+        as_runs_T = (need_T <= self.max_intervals) | (run_bytes_T <= bit_bytes_T)
+        self._needs.append((tile_T[as_runs_T], need_T[as_runs_T], bit_bytes_T[as_runs_T]))
+        to_bits = torch.zeros(self._all_row_tiles, dtype=torch.bool, device=self.device)
+        to_bits[tile_T[~as_runs_T]] = True
+        moved = to_bits[tile]
+        self._runs.append((row[~moved], starts[~moved], ends[~moved]))
+        self._expand(tile[moved], row[moved], starts[moved], ends[moved])
 
     def _next_row_tiles(self, rows: int) -> tuple[int, Tensor]:
         """How many row tiles of each head ``rows`` more rows are, and their numbers over B, H and T."""
@@ -259,20 +267,23 @@ class MaskPlanBuilder:
 
     def _expand(self, tile: Tensor, row: Tensor, starts: Tensor, ends: Tensor) -> None:
         """Hold row tiles as bits that were held as runs."""
+        if not tile.numel():
+            return
         tile, order = tile.sort(stable=True)
         row, starts, ends = row[order], starts[order].long(), ends[order].long()
         tiles, count = tile.unique_consecutive(return_counts=True)
-        width = self._col_tiles * self.kv_tile
-        at_once = max(1, _BAND_ELEMENTS // (self.q_tile * width))
+        first_col, last = int(starts.min()) // self.kv_tile, -(-int(ends.max()) // self.kv_tile)
+        first_key, width = first_col * self.kv_tile, (last - first_col) * self.kv_tile
+        at_once = max(1, _BAND_ELEMENTS // max(1, self.q_tile * width))
         for tiles_T, count_T in zip(tiles.split(at_once), count.split(at_once), strict=True):
             runs = int(count_T.sum())
             local_tile = torch.repeat_interleave(torch.arange(len(tiles_T), device=self.device), count_T)
             local_row = row[:runs] % self.q_len % self.q_tile
             steps_TQK = torch.zeros(len(tiles_T), self.q_tile, width + 1, dtype=torch.int8, device=self.device)
-            steps_TQK[local_tile, local_row, starts[:runs]] = 1
-            steps_TQK[local_tile, local_row, ends[:runs]] = -1  # runs of a row neither touch nor overlap
+            steps_TQK[local_tile, local_row, starts[:runs] - first_key] = 1
+            steps_TQK[local_tile, local_row, ends[:runs] - first_key] = -1  # runs of a row neither touch nor overlap
             words_TQW = pack_bits(steps_TQK.cumsum(2, dtype=torch.int8)[..., :width].to(torch.bool))
-            self._hold_bits(words_TQW, tiles_T, *self._classify(words_TQW, tiles_T, 0), 0)
+            self._hold_bits(words_TQW, tiles_T, *self._classify(words_TQW, tiles_T, first_col), first_col)
             row, starts, ends = row[runs:], starts[runs:], ends[runs:]
 
     def _to_bit_tiles(self) -> BitTiles | None:

@@ -37,6 +37,22 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
     return tuple(next(remaining[kind]) for kind in order)
 
 
+SHARD_HANDLE_SHAPE = (1, 1, 4)
+
+
+def is_shard_handle(capture: object) -> bool:
+    """Whether a captured tensor (or its fake) is the handle of a mask over a sequence that ranks share.
+
+    By dtype and shape, all that is known when a graph is compiled; the contents are checked when it runs.
+    """
+    return (
+        isinstance(capture, Tensor)
+        and capture.dtype == torch.int64
+        and capture.dim() == len(SHARD_HANDLE_SHAPE)
+        and all(isinstance(a, int) and a == b for a, b in zip(capture.shape, SHARD_HANDLE_SHAPE, strict=True))
+    )
+
+
 @dataclass(frozen=True)
 class MaskSpec:
     """A mask as stock FlexAttention means it: block lists AND mask_mod on partial blocks, lists alone on full ones.
@@ -49,16 +65,19 @@ class MaskSpec:
         order: how captured tensors and ints interleave.
         lists: whether block lists restrict the mask; without them every block is partial.
         full_lists: whether there are lists of full blocks as well.
+        sharded: the sequence is shared by ranks; the only tensor is the handle of the mask's plans
+            (magi_flex/distributed/context_mask.py).
     """
 
     program: str | None
     order: str
     lists: bool = False
     full_lists: bool = False
+    sharded: bool = False
 
     @property
     def is_full(self) -> bool:
-        return self.program is None and not self.lists
+        return self.program is None and not self.lists and not self.sharded
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

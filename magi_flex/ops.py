@@ -10,6 +10,7 @@ graph's and the kernel's idea of them cannot differ, whatever layout the compile
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,35 @@ _library.define(
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of lse and max_score."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- sequences shared by ranks -----
+
+
+class ShardedAttention(Protocol):
+    """Attention over a sequence of which this rank has a part; magi_flex.distributed provides it.
+
+    As :func:`run_forward` and :func:`run_backward`, with the handle of the mask's plans instead of a plan.
+    """
+
+    def run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
+
+
+_sharded: list[ShardedAttention] = []
+
+
+def provide_sharded_attention(provider: ShardedAttention) -> None:
+    """Who serves masks that are sharded (MaskSpec.sharded)."""
+    _sharded[:] = [provider]
+
+
+def sharded_attention() -> ShardedAttention:
+    if not _sharded:
+        raise RuntimeError(
+            "block_mask: is a ContextParallel's, but magi_flex.distributed is not imported in this process"
+        )
+    return _sharded[0]
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -155,8 +185,11 @@ def attention(
     needs_backward: bool,
     out_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
+    if MaskSpec.from_json(mask).sharded:
+        run = sharded_attention().run_forward
+        return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
+    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
     return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order)
 
 
@@ -189,8 +222,14 @@ def attention_backward(
     k_order: Sequence[int],
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
+    if MaskSpec.from_json(mask).sharded:
+        run = sharded_attention().run_backward
+        return run(
+            *(q, k, v, out, lse, d_out, d_lse, mask_tensors[0], program, scale, backend),
+            *(q_order, k_order, v_order),
+        )
+    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
     return run_backward(
         *(q, k, v, out, lse, d_out, d_lse, mask_plan, program, scale, backend),
         *(q_order, k_order, v_order),

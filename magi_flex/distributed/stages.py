@@ -213,7 +213,8 @@ class StagedAttention:
                 with self._span("backward", key_set, COMPUTE):
                     grads = self._kernel(request, True).backward(request, out, lse, d_out, d_lse)
                     dq += grads.dq
-                    captured = [_add(a, b) for a, b in zip(captured, grads.captures or captured, strict=True)]
+                    if grads.captures:
+                        captured = [_add(a, b) for a, b in zip(captured, grads.captures, strict=True)]
                 parts = [x.to(wide).movedim(2, 0) for x in (grads.dk, grads.dv)]
             if not key_set.hops:
                 dk += parts[0]

@@ -12,10 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
 
 RANKS = 8
 GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 TIMEOUT_S = 60
+MESH_SHAPES = (*((size,) for size in GROUP_SIZES), (2, 2), (2, 2, 2))
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of the first ranks, inside of a function that World runs on just these."""
+    made = _meshes[shape]
+    groups = [made.get_group(i) for i in range(len(shape))]
+    return DeviceMesh.from_group(groups if len(shape) > 1 else groups[0], "cpu", made.mesh, mesh_dim_names=names)
 
 
 def _serve(rank: int, store: str, tasks: Any, results: Any) -> None:
@@ -28,6 +39,9 @@ def _serve(rank: int, store: str, tasks: Any, results: Any) -> None:
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
     groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
+    for shape in MESH_SHAPES:  # every rank has to take part in making the groups of a mesh
+        size = torch.Size(shape).numel()
+        _meshes[shape] = DeviceMesh("cpu", torch.arange(size).view(shape))
     while (task := tasks.get()) is not None:
         function, size, args = task
         try:

@@ -1,0 +1,211 @@
+"""One mask of a context parallel run on this rank: its plans, and the handle by which compiled graphs find them.
+
+A graph sees a mask only as captured tensors.  The first of them is the handle: its contents name the plans that this
+process keeps for as long as the handle's memory lives, so that a new mask is new contents and nothing recompiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from magi_flex.canonical_mask import CanonicalMaskMod
+from magi_flex.distributed.cost_model import Costs, Shape, choose_stages
+from magi_flex.distributed.dispatch import Dispatch
+from magi_flex.distributed.exchange_plan import build_exchange_plan
+from magi_flex.distributed.key_ranges import KeyRanges
+from magi_flex.distributed.planning import gather_needed
+from magi_flex.distributed.stages import AttentionPlan
+from magi_flex.distributed.timeline import Timeline
+from magi_flex.intervals import RowIntervals
+from magi_flex.op_specs import SHARD_HANDLE_SHAPE
+
+MAGIC = 0x6D6167695F6370  # a handle holds this, its key, the batch offset and the head offset
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the passes of a context parallel run are cut.
+
+    Attributes:
+        forward_stages, backward_stages: None lets the cost model choose.
+        keep_keys: keep the remote keys and values of the forward pass for the backward pass instead of fetching them
+            again; both passes then have the forward's stages.
+        ranks_per_node: above 1: exchange on two levels.
+        costs: figures of the machine for the cost model.
+    """
+
+    forward_stages: int | None = None
+    backward_stages: int | None = None
+    keep_keys: bool = False
+    ranks_per_node: int = 1
+    costs: Costs = Costs()
+
+    def __post_init__(self) -> None:
+        for name in ("forward_stages", "backward_stages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, allowed are 1 and more, or None for the cost model's choice")
+
+
+@dataclass
+class ContextMask:
+    """Plans of one mask; the same on every rank of ``group`` but for the rank's own part.
+
+    Attributes:
+        mask: of the whole problem, in the order of the sequence.
+        needed: the keys that each rank's rows attend to.
+        device: where attention runs.
+    """
+
+    mask: RowIntervals
+    group: dist.ProcessGroup
+    q_dispatch: Dispatch
+    kv_dispatch: Dispatch
+    needed: KeyRanges
+    device: torch.device
+    options: Options
+    timeline: Timeline | None = None
+    _parts: dict[tuple[int, int, int, int], tuple[RowIntervals, KeyRanges]] = field(default_factory=dict)
+    _plans: dict[object, AttentionPlan] = field(default_factory=dict)
+
+    def plan(
+        self, shape: Shape, q_heads: int, backward: bool, batch_offset: int = 0, head_offset: int = 0
+    ) -> AttentionPlan:
+        """The plan of a pass over these batch entries and query heads.
+
+        The first call for a part of a batch or head dependent mask is a collective.
+        """
+        part = self._part(batch_offset, shape.batch, head_offset, q_heads)
+        stages = self.stages(shape, backward)
+        key = (part, stages)
+        if key not in self._plans:
+            mask, needed = self._parts[part]
+            exchange = build_exchange_plan(
+                mask,
+                self.q_dispatch,
+                self.kv_dispatch,
+                self.group.rank(),
+                needed,
+                stages,
+                self.options.ranks_per_node,
+            )
+            self._plans[key] = AttentionPlan.from_exchange(exchange, self.device)
+        return self._plans[key]
+
+    def _part(self, batch_offset: int, batch: int, head_offset: int, heads: int) -> tuple[int, int, int, int]:
+        mask_batch, mask_heads = self.mask.starts.shape[:2]
+        if mask_batch == 1:
+            batch_offset, batch = 0, 1
+        if mask_heads == 1:
+            head_offset, heads = 0, 1
+        part = (batch_offset, batch, head_offset, heads)
+        if part not in self._parts:
+            if batch_offset + batch > mask_batch or head_offset + heads > mask_heads:
+                raise ValueError(
+                    f"block_mask: is for {mask_batch} batch entries and {mask_heads} heads, but entries {batch_offset} "
+                    f"to {batch_offset + batch} and heads {head_offset} to {head_offset + heads} are wanted"
+                )
+            if (batch, heads) == (mask_batch, mask_heads):
+                self._parts[part] = (self.mask, self.needed)
+            else:
+                entries, of_heads = slice(batch_offset, batch_offset + batch), slice(head_offset, head_offset + heads)
+                bounds = (x[entries, of_heads].contiguous() for x in (self.mask.starts, self.mask.ends))
+                mask = RowIntervals(*bounds, self.mask.kv_len)
+                self._parts[part] = (mask, gather_needed([mask], self.q_dispatch, self.group)[0])
+        return part
+
+    def stages(self, shape: Shape, backward: bool) -> int:
+        """The same on every rank: chosen for the rank with the most remote keys."""
+        options = self.options
+        chosen = options.backward_stages if backward and not options.keep_keys else options.forward_stages
+        if chosen is not None:
+            return chosen
+        counts = self.needed.counts()
+        rank = int(counts.argmax())
+        own = self.kv_dispatch.row_counts()[rank]
+        batch, heads = self.mask.starts.shape[:2]
+        pairs = self.mask.area() / (batch * heads * self.group.size())
+        crosses = options.ranks_per_node < self.group.size() or self.group.size() > 8
+        return choose_stages(
+            options.costs,
+            shape,
+            backward and not options.keep_keys,
+            pairs,
+            own,
+            max(0, int(counts[rank]) - own),
+            crosses,
+        )
+
+
+# ---- handles --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    owner: StorageWeakRef
+    mask: ContextMask
+    batch_offset: int
+    head_offset: int
+
+
+_keys = itertools.count(1)
+_by_key: dict[int, _Entry] = {}
+_by_storage: dict[int, _Entry] = {}  # spares the look into a tensor on a GPU
+_lock = threading.Lock()
+
+
+def new_handle(mask: ContextMask, batch_offset: int = 0, head_offset: int = 0) -> Tensor:
+    """int64 SHARD_HANDLE_SHAPE on the mask's device; this process keeps ``mask`` until its memory is freed."""
+    with _lock:
+        for table in (_by_key, _by_storage):
+            for key in [key for key, entry in table.items() if entry.owner.expired()]:
+                del table[key]
+        key = next(_keys)
+        handle = torch.tensor([MAGIC, key, batch_offset, head_offset], device=mask.device).view(SHARD_HANDLE_SHAPE)
+        storage = handle.untyped_storage()
+        entry = _Entry(StorageWeakRef(storage), mask, batch_offset, head_offset)
+        _by_key[key] = _by_storage[storage._cdata] = entry
+    return handle
+
+
+def find(handle: Tensor) -> tuple[ContextMask, int, int]:
+    """(mask, batch offset, head offset).  Raises RuntimeError for what is no handle of a mask that is alive here."""
+    with _lock:
+        entry = _by_storage.get(handle.untyped_storage()._cdata)
+    if entry is None or entry.owner.expired():
+        values = handle.flatten().tolist()
+        if len(values) != 4 or values[0] != MAGIC:
+            raise RuntimeError("block_mask: is not that of a ContextParallel; take ContextParallel.block_mask")
+        with _lock:
+            entry = _by_key.get(values[1])
+    if entry is None or entry.owner.expired():
+        raise RuntimeError(
+            "block_mask: its ContextParallel is gone; keep it alive until the backward pass, and use it only in the "
+            "process that made it"
+        )
+    return entry.mask, entry.batch_offset, entry.head_offset
+
+
+class ContextMaskMod:
+    """mask_mod in dispatch order: row and key indices are places in the dispatch order of the whole sequence.
+
+    A plain function of its captures, so that it is right on any backend; the handle, read first, lets ours find the
+    plans.
+    """
+
+    def __init__(self, handle: Tensor, q_position: Tensor, kv_position: Tensor, mask_mod: CanonicalMaskMod) -> None:
+        self.handle = handle
+        self.q_position = q_position
+        self.kv_position = kv_position
+        self.mask_mod = mask_mod
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        is_ours = self.handle[0, 0, 0] == MAGIC
+        return is_ours & self.mask_mod(b, h, self.q_position[q_idx], self.kv_position[kv_idx])

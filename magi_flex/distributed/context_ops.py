@@ -1,0 +1,163 @@
+"""Attention over a sharded sequence, as the magi_flex attention ops (and their eager form) call it.
+
+They give the rank's own rows and keys, and the handle of the mask (context_mask.py); everything else about the
+exchange stays out of the graph, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from magi_flex.distributed import context_mask
+from magi_flex.distributed.context_mask import ContextMask
+from magi_flex.distributed.cost_model import Shape
+from magi_flex.distributed.stages import StagedAttention
+from magi_flex.kernels.layout import in_order
+from magi_flex.kernels.request import IndexMap, ScoreProgram
+from magi_flex.ops import provide_sharded_attention, stats_dtype
+
+_library = torch.library.Library("magi_flex", "FRAGMENT")  # noqa: TOR901
+
+_library.define(
+    "localize_handle(Tensor handle, SymInt batch, SymInt heads, str[] batch_groups, str[] head_groups) -> Tensor"
+)
+_library.define("shard_offset(Tensor like, SymInt size, str[] groups) -> Tensor")
+
+
+# ---- batch and heads sharded too ------------------------------------------------------------------------------------
+
+
+def _shard_offset(size: int, group_names: Sequence[str]) -> int:
+    """First index of this rank's part of a dimension that DTensor cuts over each of the groups in turn."""
+    offset = 0
+    for name in group_names:
+        group = _resolve_process_group(name)
+        step = -(-size // group.size())
+        begin = min(size, group.rank() * step)
+        offset += begin
+        size = min(size, begin + step) - begin
+    return offset
+
+
+@torch.library.impl(_library, "shard_offset", "CompositeExplicitAutograd")
+def shard_offset(like: Tensor, size: int, groups: Sequence[str]) -> Tensor:
+    """int64 ``[]`` on the device of ``like``: :func:`_shard_offset`, found when a graph runs."""
+    return torch.tensor(_shard_offset(size, groups), device=like.device)
+
+
+@torch.library.register_fake("magi_flex::shard_offset", lib=_library)
+def _(like, size, groups):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+@torch.library.impl(_library, "localize_handle", "CompositeExplicitAutograd")
+def localize_handle(
+    handle: Tensor, batch: int, heads: int, batch_groups: Sequence[str], head_groups: Sequence[str]
+) -> Tensor:
+    """A handle of the same mask that knows which batch entries and heads (of so many) this rank holds."""
+    mask, _, _ = context_mask.find(handle)
+    return context_mask.new_handle(mask, _shard_offset(batch, batch_groups), _shard_offset(heads, head_groups))
+
+
+@torch.library.register_fake("magi_flex::localize_handle", lib=_library)
+def _(handle, batch, heads, batch_groups, head_groups):  # type: ignore[no-untyped-def]
+    return torch.empty_like(handle)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def _staged(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, score: ScoreProgram, scale: float, backend: str, backward: bool
+) -> tuple[ContextMask, StagedAttention]:
+    mask, batch_offset, head_offset = context_mask.find(handle)
+    if not score.is_identity:
+        indices = IndexMap(b_offset=batch_offset, h_offset=head_offset)
+        score = replace(score, index_map=indices)
+    shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
+    plan = mask.plan(shape, q.shape[1], backward, batch_offset, head_offset)
+    return mask, StagedAttention(plan, mask.group, scale, score, backend, mask.timeline)
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: Tensor,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    needs_backward: bool,
+    out_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_score) of the rank's rows."""
+    mask, staged = _staged(q, k, v, handle, score, scale, backend, False)
+    keep = mask.options.keep_keys and needs_backward
+    result, kept = staged.forward(q, k, v, needs_backward, keep)
+    if keep:
+        _keep(result.lse, kept)
+    return in_order(result.out, out_order), result.lse, result.max_score
+
+
+def run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    handle: Tensor,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    v_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """(dq, dk, dv, gradients of the captures that want one, summed over the mask's group)."""
+    mask, staged = _staged(q, k, v, handle, score, scale, backend, True)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    kept = _take_kept(lse) if mask.options.keep_keys else None
+    grads = staged.backward(q, k, v, out, lse, d_out, d_lse, kept)
+    captured = []
+    for capture, needed, grad in zip(score.captures, score.needs_grad, grads.captures, strict=False):
+        if needed:
+            wide = torch.zeros_like(capture, dtype=stats_dtype(capture.dtype)) if grad is None else grad.contiguous()
+            dist.all_reduce(wide, group=mask.group)
+            captured.append(wide.to(capture.dtype))
+    return in_order(grads.dq, q_order), in_order(grads.dk, k_order), in_order(grads.dv, v_order), captured
+
+
+# ---- keys kept between the passes -----------------------------------------------------------------------------------
+
+_kept: dict[int, tuple[StorageWeakRef, list[list[Tensor]]]] = {}
+_kept_lock = threading.Lock()
+
+
+def _keep(lse: Tensor, keys: list[list[Tensor]]) -> None:
+    """Keep remote keys until the forward's lse is freed."""
+    storage = lse.untyped_storage()
+    with _kept_lock:
+        for old in [key for key, (owner, _) in _kept.items() if owner.expired()]:
+            del _kept[old]
+        _kept[storage._cdata] = (StorageWeakRef(storage), keys)
+
+
+def _take_kept(lse: Tensor) -> list[list[Tensor]] | None:
+    """What was kept for this lse, once; None (fetch again) if there is nothing, as after recomputation."""
+    with _kept_lock:
+        entry = _kept.pop(lse.untyped_storage()._cdata, None)
+    return None if entry is None or entry[0].expired() else entry[1]
+
+
+provide_sharded_attention(sys.modules[__name__])
