@@ -23,9 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from magi_flex.kernels.sources import native_sources
+
 logger = logging.getLogger("magi_flex")
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+SOURCES = native_sources("cuda")
 
 
 class CompileError(RuntimeError):
