@@ -16,10 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from inductor_lowering.block_lists import BlockRows
 from inductor_lowering.capture import MaskMod, trace_mask_mod
+from inductor_lowering.formula import Formula
 from inductor_lowering.mask_program import MaskProgram
 from inductor_lowering.separate import separate
 from inductor_lowering.solve import Solver
 from inductor_lowering.stream import stream_rows
+from inductor_lowering.words import WordEvaluator, pack_keys
 from magi_flex.bit_tiles import BitTiles, unpack_bits
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
@@ -153,12 +155,12 @@ def plan_from_lists(
         end = min(q_len, begin + ROWS_AT_ONCE)
         domain, always = partial.rows(begin, end), full.rows(begin, end) if full is not None else None
         if mask_plan is None:
-            builder.add_intervals(domain if always is None else domain.union(always))
+            stream_rows(builder, None, domain, always)
         elif mask_plan.bit_tiles is None:
             inside = domain.intersect(mask_plan.intervals.take_rows(slice(begin, end)))
-            builder.add_intervals(inside if always is None else inside.union(always))
+            stream_rows(builder, None, inside, always)
         else:
-            stream_rows(builder, lambda rows, keys: mask_plan_tile(mask_plan, rows, keys), domain, always, begin)
+            stream_rows(builder, lambda rows, keys: pack_keys(mask_plan_tile(mask_plan, rows, keys)), domain, always, begin)
     return builder.finish()
 
 
@@ -178,7 +180,7 @@ def plan_with_report(
     domain = domain or BlockRows.full(q_len, kv_len, device)
     solver, formula = Solver(mask), separate(mask)
     report = PlanReport()
-    rows = _RowCollector(mask, [x for x in (domain, always) if x is not None])
+    rows = _RowCollector(mask, formula, [x for x in (domain, always) if x is not None])
     for begin in range(0, q_len, ROWS_AT_ONCE):
         end = min(q_len, begin + ROWS_AT_ONCE)
         inside, reasons = solver.solve(formula, domain.rows(begin, end), begin)
@@ -198,8 +200,9 @@ def plan_with_report(
 class _RowCollector:
     """Parts of a plan's rows, in order: joined as they are while all have few intervals, else through a builder."""
 
-    def __init__(self, mask: MaskProgram, regions: Sequence[BlockRows]) -> None:
-        self.mask = mask
+    def __init__(self, mask: MaskProgram, formula: Formula, regions: Sequence[BlockRows]) -> None:
+        self.mask, self.formula = mask, formula
+        self.evaluator = WordEvaluator(mask)
         depends = mask.steps[mask.result].depends
         self.batch = max([mask.sizes["b"] if "b" in depends else 1, *(x.batch for x in regions)])
         self.heads = max([mask.sizes["h"] if "h" in depends else 1, *(x.heads for x in regions)])
@@ -208,20 +211,21 @@ class _RowCollector:
 
     def add(self, intervals: RowIntervals) -> None:
         intervals = intervals.trim()
-        if self.builder is None and intervals.max_intervals <= CHEAP_INTERVALS:
+        if intervals.max_intervals > CHEAP_INTERVALS:
+            stream_rows(self._through_builder(), None, intervals)
+        elif self.builder is None:
             self.parts.append(intervals)
         else:
-            self._through_builder().add_intervals(intervals)
+            self.builder.add_intervals(intervals)
 
     def stream(self, domain: RowIntervals, always: RowIntervals | None, first_row: int) -> None:
-        mask = self.mask
         stream_rows(
             self._through_builder(),
-            lambda rows, keys: mask.tile_value(mask.result, rows, keys),
+            lambda rows, keys: self.evaluator.evaluate(self.formula, rows, keys),
             domain,
             always,
             first_row,
-            mask.element_cost,
+            self.mask.element_cost,
         )
 
     def _through_builder(self) -> MaskPlanBuilder:
