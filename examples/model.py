@@ -24,10 +24,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 class ModelConfig:
     vocab_size: int = 257
     layers: int = 4
-    dim: int = 256
-    q_heads: int = 4
+    dim: int = 192
+    q_heads: int = 6
     kv_heads: int = 2
-    hidden_dim: int = 704
+    hidden_dim: int = 512
     rope_base: float = 10000.0
 
     @property

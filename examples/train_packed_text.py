@@ -75,7 +75,9 @@ def train(
 ) -> History:
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    config = ModelConfig(layers=args.layers, dim=args.dim, q_heads=args.q_heads, kv_heads=args.kv_heads)
+    config = ModelConfig(
+        layers=args.layers, dim=args.dim, q_heads=args.q_heads, kv_heads=args.kv_heads, hidden_dim=8 * args.dim // 3
+    )
     model = Transformer(config, attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     torch._dynamo.reset()
@@ -131,7 +133,7 @@ def summary(name: str, history: History, seq_len: int) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a packed sequence")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=192)

@@ -44,6 +44,7 @@ def install(backend: str | None) -> None:
         hop._dispatch_cache.clear()
 
 
+@torch._dynamo.disable
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = HopCall.of_forward(args)
     try:
@@ -64,6 +65,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, max_score
 
 
+@torch._dynamo.disable
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     call = HopCall.of_backward(args)
     needs_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in call.score_captures)

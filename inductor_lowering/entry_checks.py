@@ -55,9 +55,13 @@ def _apply_kernel_options(
     kernel_options: Any,
     return_aux: Any = None,
 ) -> Any:
-    if not _served_on_cpu(query) or return_aux is None or not return_aux.max_scores:
-        return _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, return_aux)
-    without_max = flex_attention_module.AuxRequest(lse=return_aux.lse)
-    options = _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, without_max)
-    options["OUTPUT_MAX"] = True
+    wants_max = return_aux is not None and return_aux.max_scores and _served_on_cpu(query)
+    if wants_max:
+        return_aux = flex_attention_module.AuxRequest(lse=return_aux.lse)
+    options = _stock_apply_kernel_options(query, key, value, return_lse, kernel_options, return_aux)
+    if wants_max:
+        options["OUTPUT_MAX"] = True
+    if ACTIVE_BACKEND is not None:
+        # Always there, because Dynamo guards on the values of known options but not on which options there are.
+        options.setdefault("magi_backend", ACTIVE_BACKEND)
     return options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,6 +106,8 @@ def magi_flex_backend(
 
 entry_checks.install()  # the stock checks, unless magi_flex compiles or is enabled
 entry_checks.COMPILERS.add(magi_flex_backend)
+if torch.distributed.is_available():
+    importlib.import_module("magi_flex.distributed.sharding").install()  # FlexAttention on DTensors
 
 
 @functools.cache

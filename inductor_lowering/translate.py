@@ -39,7 +39,7 @@ def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
     if ours == STOCK:
         raise Stock("kernel_options['magi_backend'] is 'stock'", chosen=True)
     if stock != "AUTO":
-        if ours is not None:
+        if ours not in (None, default):
             raise ValueError(
                 f"kernel_options: magi_backend={ours!r} and PyTorch's own choice {stock!r} contradict each other; "
                 f"give one of them"

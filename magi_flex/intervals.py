@@ -92,17 +92,18 @@ def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor
     before = [x[..., :-1].flatten(1) for x in (starts, ends)]
     here = [x[..., 1:].flatten(1) for x in (starts, ends)]
     changed = ((before[0] != here[0]) | (before[1] != here[1])).any(0).nonzero().squeeze(1)
+    if len(changed) < here[0].shape[1]:
+        before, here = ([x[:, changed] for x in bounds] for bounds in (before, here))
     (own_starts, own_ends), (other_starts, other_ends) = (here, before)[::step]
-    own_starts, own_ends = own_starts[:, changed], own_ends[:, changed]
-    other_starts, other_ends = other_starts[:, changed], other_ends[:, changed]
     # The other row's gaps: before its first interval, between two, after the last.
     gap_begins = other_ends.masked_fill(other_ends <= other_starts, intervals.kv_len)
     gap_begins = torch.nn.functional.pad(gap_begins, (0, 0, 1, 0), value=0)
     gap_ends = torch.nn.functional.pad(other_starts, (0, 0, 0, 1), value=intervals.kv_len)
-    begins = torch.maximum(own_starts.T[:, :, None], gap_begins.T[:, None])
-    ends = torch.minimum(own_ends.T[:, :, None], gap_ends.T[:, None])
-    kept = ends > begins
-    return changed[kept.nonzero()[:, 0]], begins[kept], ends[kept]
+    begins = torch.maximum(own_starts.T[:, :, None], gap_begins.T[:, None]).flatten()
+    ends = torch.minimum(own_ends.T[:, :, None], gap_ends.T[:, None]).flatten()
+    kept = (ends > begins).nonzero().squeeze(1)
+    per_row = intervals.max_intervals * (intervals.max_intervals + 1)
+    return changed[kept // per_row], begins[kept], ends[kept]
 
 
 @dataclass(frozen=True)

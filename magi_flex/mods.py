@@ -156,25 +156,25 @@ class _Sizes:
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Uniform in [low, high), the same on every call."""
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(low, max(low + 1, high), shape, generator=generator).to(self.device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        return torch.randint(low, max(low + 1, high), shape, generator=generator, device="cpu").to(self.device)
 
     def chance(self, probability: float, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return (torch.rand(shape, generator=generator) < probability).to(self.device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        return (torch.rand(shape, generator=generator, device="cpu") < probability).to(self.device)
 
     def documents(self, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Ids and positions of packed documents: lengths between 16 and 4096 tokens, all octaves alike."""
         total = self.longest if length is None else length
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         ids, positions = [], []
         while total > 0:
-            size = min(total, int(2 ** (4 + 8 * float(torch.rand((), generator=generator)))))
-            ids.append(torch.full((size,), len(ids), dtype=torch.int32))
-            positions.append(torch.arange(size, dtype=torch.int32))
+            size = min(total, int(2 ** (4 + 8 * float(torch.rand((), generator=generator, device="cpu")))))
+            ids.append(torch.full((size,), len(ids), dtype=torch.int32, device=self.device))
+            positions.append(torch.arange(size, dtype=torch.int32, device=self.device))
             total -= size
-        empty = torch.zeros(0, dtype=torch.int32)
-        return torch.cat((empty, *ids)).to(self.device), torch.cat((empty, *positions)).to(self.device)
+        empty = torch.zeros(0, dtype=torch.int32, device=self.device)
+        return torch.cat((empty, *ids)), torch.cat((empty, *positions))
 
     def images(self) -> Tensor:
         """Every second document is an image, -1 elsewhere."""
@@ -220,7 +220,8 @@ def _latest_image(s: _Sizes) -> MaskMod:
 
 def _paged(s: _Sizes) -> MaskMod:
     page, slot = 64, torch.arange(s.kv_len, device=s.device)
-    order = torch.randperm(-(-s.kv_len // page), generator=torch.Generator().manual_seed(0)).to(s.device)
+    pages, generator = -(-s.kv_len // page), torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(pages, generator=generator, device="cpu").to(s.device)
     return paged(order[slot // page] * page + slot % page, causal())
 
 

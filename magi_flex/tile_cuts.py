@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.spans import Spans
 
-# A row tile's own cost (load the queries, drain the pipeline, write the output) in key steps.
-TILE_OVERHEAD = 1.0
+# Costs in key steps, rough on purpose: they only have to rank cuts.
+TILE_OVERHEAD = 1.0  # of a row tile: load the queries, drain the pipeline, write the output
+SHORT_STEP = 0.25  # of a step that keys only partly fill: it cannot be a full step, so it is masked
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,17 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     """Row tiles of at most ``height`` rows that begin where it saves key steps.
 
     Cost model: a row tile costs TILE_OVERHEAD plus the steps that cover its rows' keys, ceil(hull / step) summed over
-    interval slots, where a slot's hull is what lies between the least start and the greatest end of the tile's rows.
-    Every row tile costs that much however few rows it has.
+    interval slots, where a slot's hull is what lies between the least start and the greatest end of the tile's rows; a
+    hull that is no multiple of the step costs SHORT_STEP more.  Every row tile costs that much however few rows it has.
 
     *Breaks* are rows whose intervals do not follow on the row before (an end moves by more than one key: a document's
     first row), and where the keys exchanged plus the rows to the next such row are at least half a step.  The rows
-    between chosen breaks are cut every ``height`` rows; choosing the breaks is a shortest path over all of them.
-    Where breaks are denser than one in height / 4 rows the largest of each such stretch counts.  Runs of rows over
-    several breaks are considered up to 2 * height rows past the first of these: documents longer than a tile gain
-    nothing from sharing more.
+    between chosen breaks are cut every ``height`` rows, counted from the first of them or, where the stretch holds no
+    other break, from the last, whichever costs less (columns of a causal document all end with the document, so tiles
+    that end with it have whole steps).  Choosing the breaks is a shortest path over all of them.  Where breaks are
+    denser than one in height / 4 rows the largest of each such stretch counts.  Stretches over several breaks are
+    considered up to 2 * height rows past the first of these: documents longer than a tile gain nothing from sharing
+    more.
     """
     batch, heads, _, rows = intervals.starts.shape
     device = intervals.starts.device
@@ -56,15 +60,17 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     for b in range(batch):
         for h in range(heads):
             starts_RQ, ends_RQ = intervals.starts[b, h], intervals.ends[b, h]
-            breaks = _breaks(starts_RQ, ends_RQ, height, step)
-            cuts = _choose_breaks(starts_RQ, ends_RQ, breaks, height, step)
-            count = (cuts.diff() + height - 1) // height
+            cuts, from_end = _choose_cuts(starts_RQ, ends_RQ, height, step)
+            size = cuts.diff()
+            count = (size + height - 1) // height
+            shift = torch.where(from_end, size - count * height, 0)
             which = torch.repeat_interleave(torch.arange(len(count), device=device), count)
             nth = torch.arange(len(which), device=device) - (count.cumsum(0) - count)[which]
-            begins.append(cuts[which] + nth * height)
-    counts = torch.tensor([len(x) for x in begins], device=device)
-    begin = torch.cat(begins) if begins else torch.zeros(0, dtype=torch.int64, device=device)
-    end = torch.cat([torch.nn.functional.pad(x, (0, 1), value=rows)[1:] for x in begins]) if begins else begin
+            begins.append(cuts[which] + (nth * height + shift[which]).clamp(min=0))
+    counts = torch.tensor([len(x) for x in begins], dtype=torch.int64, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    begin = torch.cat((none, *begins))
+    end = torch.cat((none, *(torch.nn.functional.pad(x, (0, 1), value=rows)[1:] for x in begins)))
     head = torch.repeat_interleave(torch.arange(batch * heads, device=device), counts)
     return RowTiles(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), begin, end, head)
 
@@ -88,38 +94,46 @@ def _breaks(starts_RQ: Tensor, ends_RQ: Tensor, height: int, step: int) -> Tenso
     weight = weight * rows + (rows - row)  # ties go to the first
     best = weight.new_full((rows // stretch + 1,), -1).scatter_reduce_(0, bucket, weight, "amax")
     row = row[weight == best[bucket]]
-    return torch.nn.functional.pad(torch.nn.functional.pad(row, (1, 0)), (0, 1), value=rows)
+    ends = torch.tensor([0, rows] if rows else [0], device=row.device)
+    return torch.cat((ends[:1], row, ends[1:]))
 
 
-def _choose_breaks(starts_RQ: Tensor, ends_RQ: Tensor, breaks_D: Tensor, height: int, step: int) -> Tensor:
-    """The breaks at which to cut (the first and last entry always): shortest path in the cost model."""
-    if len(breaks_D) <= 2:
-        return breaks_D if breaks_D[-1] > 0 else breaks_D[:1]
+def _choose_cuts(starts_RQ: Tensor, ends_RQ: Tensor, height: int, step: int) -> tuple[Tensor, Tensor]:
+    """Breaks to cut at, first and last row bound included, and whether tiles count from the end of each stretch."""
+    breaks_D = _breaks(starts_RQ, ends_RQ, height, step)
     device = breaks_D.device
     size = breaks_D.diff()
-    count = size // height  # whole tiles between a break and the next
-    origin = torch.arange(len(size), device=device)
+    segment = torch.arange(len(size), device=device)
     # Every stretch from break i to break j: whole tiles up to the break after i, then the tail.
     furthest = torch.searchsorted(breaks_D, breaks_D[1:] + 2 * height, right=True) - 1
-    ends_per_origin = furthest - origin
-    i = torch.repeat_interleave(origin, ends_per_origin)
-    j = i + 1 + torch.arange(len(i), device=device) - (ends_per_origin.cumsum(0) - ends_per_origin)[i]
+    i, j = Spans(segment, segment + 1, furthest + 1).members()
+    count = size // height
+    whole, nth_whole = Spans(segment, torch.zeros_like(count), count).members()
     tail_begin = breaks_D[:-1] + count * height
     tail_tiles = (breaks_D[j] - tail_begin[i] + height - 1) // height
-    whole = torch.repeat_interleave(origin, count)
-    whole_nth = torch.arange(len(whole), device=device) - (count.cumsum(0) - count)[whole]
-    pair = torch.repeat_interleave(torch.arange(len(i), device=device), tail_tiles)
-    pair_nth = torch.arange(len(pair), device=device) - (tail_tiles.cumsum(0) - tail_tiles)[pair]
-    begin = torch.cat((breaks_D[whole] + whole_nth * height, tail_begin[i][pair] + pair_nth * height))
-    end = torch.cat((begin[: len(whole)] + height, torch.minimum(begin[len(whole) :] + height, breaks_D[j][pair])))
-    cost = _tile_costs(starts_RQ, ends_RQ, begin, end, step)
-    whole_cost = torch.zeros(len(size), dtype=cost.dtype, device=device).index_add_(0, whole, cost[: len(whole)])
-    pair_cost = whole_cost[i].index_add(0, pair, cost[len(whole) :])
-    return breaks_D[_shortest_path(i.tolist(), j.tolist(), pair_cost.tolist(), len(breaks_D))]
+    pair, nth_tail = Spans(i, torch.zeros_like(i), tail_tiles).members()
+    from_front = breaks_D[whole] + nth_whole * height
+    from_end = breaks_D[whole + 1] - (nth_whole + 1) * height
+    tail = tail_begin[i[pair]] + nth_tail * height
+    begin = torch.cat((from_front, from_end, tail, breaks_D[:-1]))
+    end = torch.cat((from_front + height, from_end + height, torch.minimum(tail + height, breaks_D[j[pair]])))
+    end = torch.cat((end, breaks_D[1:] - count * height))
+    costs = _tile_costs(starts_RQ, ends_RQ, begin, end, step)
+    front_cost, end_cost, tail_cost, rest_cost = costs.split([len(whole), len(whole), len(pair), len(size)])
+    zero = torch.zeros(len(size), dtype=torch.float64, device=device)
+    end_cost = zero.index_add(0, whole, end_cost) + torch.where(size % height > 0, rest_cost, 0)
+    pair_cost = zero.index_add(0, whole, front_cost)[i].index_add(0, pair, tail_cost)
+    counts_from_end = (j == i + 1) & (end_cost[i] < pair_cost)
+    pair_cost = torch.where(counts_from_end, end_cost[i], pair_cost)
+    path = _shortest_path(i.tolist(), j.tolist(), pair_cost.tolist(), len(breaks_D))
+    first_pair = torch.searchsorted(i, segment)  # of each break: the stretch to the next one
+    chosen = torch.tensor(path, dtype=torch.int64, device=device)
+    to_next = chosen.diff() == 1
+    return breaks_D[chosen], to_next & counts_from_end[first_pair[chosen[:-1]]]
 
 
 def _tile_costs(starts_RQ: Tensor, ends_RQ: Tensor, begin: Tensor, end: Tensor, step: int) -> Tensor:
-    """Cost of a row tile of the rows [begin, end), in key steps, float64."""
+    """Cost of a row tile of the rows [begin, end), in key steps, float64 (anything for an empty range)."""
     cost = torch.full(begin.shape, TILE_OVERHEAD, dtype=torch.float64, device=begin.device)
     size = end - begin
     least, greatest, span = starts_RQ, ends_RQ, 1
@@ -129,7 +143,8 @@ def _tile_costs(starts_RQ: Tensor, ends_RQ: Tensor, begin: Tensor, end: Tensor, 
         first, second = begin[mine], end[mine] - span
         hull = torch.maximum(greatest[:, first], greatest[:, second])
         hull = hull - torch.minimum(least[:, first], least[:, second])
-        cost[mine] += ((hull.clamp(min=0) + step - 1) // step).sum(0)
+        hull = hull.clamp(min=0)
+        cost[mine] += ((hull + step - 1) // step).sum(0) + (hull % step > 0).sum(0) * SHORT_STEP
         least = torch.minimum(least[:, :-span], least[:, span:])
         greatest = torch.maximum(greatest[:, :-span], greatest[:, span:])
         span *= 2

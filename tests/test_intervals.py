@@ -179,6 +179,18 @@ def test_patterns_round_trip(name: str) -> None:
     assert torch.equal(x.to_dense(), mask)
 
 
+def test_default_device_does_not_matter() -> None:
+    dense = make_mask("per_head_mix", 60).dense()
+    keys = torch.arange(3, 50)
+    with torch.device("meta"):
+        x = RowIntervals.from_dense(dense)
+        results = [x.union(x).trim(), x.intersect(x).trim(), x.complement().complement().trim(), x.shift(3).shift(-3)]
+        columns, kept = x.transpose(9), x.take_keys(keys)
+    assert all(torch.equal(y.to_dense(), dense) for y in results[:3]) and columns is not None
+    assert torch.equal(results[3].to_dense()[..., :57], dense[..., :57])
+    assert torch.equal(columns.to_dense(), dense.transpose(2, 3)) and torch.equal(kept.to_dense(), dense[..., keys])
+
+
 def test_full_and_empty() -> None:
     assert RowIntervals.full(3, 4).to_dense().all() and RowIntervals.full(3, 4).area() == 12
     assert not RowIntervals.empty(3, 4).to_dense().any() and RowIntervals.empty(3, 4).area() == 0

@@ -96,8 +96,8 @@ def test_the_wheel_has_every_module_and_native_source(unpacked_wheel: Path) -> N
 def test_an_installed_package_finds_its_native_sources(unpacked_wheel: Path) -> None:
     """Not the checkout's: the subprocess runs elsewhere and sees the wheel's content only."""
     code = (
-        "import magi_flex; from magi_flex.kernels import cuda_build, jit;"
-        "print(magi_flex.__file__, jit.source_directory(), cuda_build.SOURCES, sep='\\n')"
+        "import magi_flex; from magi_flex.kernels.sources import native_sources as native;"
+        "print(magi_flex.__file__, native('cpu'), native('cuda'), sep='\\n')"
     )
     done = subprocess.run(
         (sys.executable, "-c", code),

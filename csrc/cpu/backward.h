@@ -204,14 +204,33 @@ class Backward {
                     b.d_out_panels + p * kPanel * v_dim_);
     }
     const int64_t at = (batch * a_.q_heads + head) * a_.q_len + first;
+    row_dots(rows, b);
     for (int i = 0; i < kQueryTile; ++i) {
       // An empty row, like a lane beyond the rows, gets probabilities 0 and takes part in nothing.
       const bool live = i < rows && a_.lse[at + i] != -kInfinity;
       b.lse[i] = live ? a_.lse[at + i] : kInfinity;
-      b.delta[i] = 0.0f;
-      if (!live) continue;
-      for (int e = 0; e < v_dim_; ++e) b.delta[i] += b.d_out[i * v_dim_lanes_ + e] * b.out[i * v_dim_lanes_ + e];
-      if (a_.d_lse != nullptr) b.delta[i] -= a_.d_lse[at + i] * kLog2E;  // lse is in the log2 domain
+      if (!live) b.delta[i] = 0.0f;
+      if (live && a_.d_lse != nullptr) b.delta[i] -= a_.d_lse[at + i] * kLog2E;  // lse is in the log2 domain
+    }
+  }
+
+  // delta = rowsum(dO * O), summed in the order in which the matrix product sums dO V^T: in a row with one key, where O
+  // is V, the two cancel exactly.
+  void row_dots(int rows, const Buffers& b) const {
+    constexpr int kTogether = 8;  // sums under way at a time
+    std::fill_n(b.delta, kQueryTile, 0.0f);
+    for (int first = 0; first < rows; first += kTogether) {
+      const int count = std::min(kTogether, rows - first);
+      for (int begin = 0; begin < v_dim_; begin += kSumPart) {
+        float sum[kTogether] = {};
+        for (int e = begin; e < std::min(begin + kSumPart, v_dim_); ++e) {
+          for (int i = 0; i < count; ++i) {
+            const int at = (first + i) * v_dim_lanes_ + e;
+            sum[i] = std::fma(b.d_out[at], b.out[at], sum[i]);
+          }
+        }
+        for (int i = 0; i < count; ++i) b.delta[first + i] = begin == 0 ? sum[i] : b.delta[first + i] + sum[i];
+      }
     }
   }
 
@@ -248,7 +267,7 @@ class Backward {
   void compute_probabilities(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Rows k,
                              const Buffers& b, float* probability, float* derivative) {
     const int keys = mask.hi - mask.lo;
-    multiply<false>(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
+    multiply_in_parts(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
                     probability, kQueryTile);
     if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, probability, derivative, kQueryTile)) {
       bias_ok_ = false;
@@ -258,7 +277,7 @@ class Backward {
       const VecF lse = load(b.lse + p * kPanel + j * kLanes);
       for (int key = 0; key < keys; ++key) {
         float* at = probability + key * kQueryTile + j * kLanes;
-        store(at, exp2(load(at) * factors_.score - lse));
+        store(at, exp2_affine(load(at), factors_.score, lse));
       }
     }
   }
@@ -309,7 +328,7 @@ class Backward {
              float* probability, const float* derivative) const {
     const int keys = mask.hi - mask.lo;
     float* ds = b.ds + ptrdiff_t{mask.lo} * kQueryTile + p * kPanel;
-    multiply<false>(keys, place.vecs, v_dim_, {v.data + mask.lo * v.row, v.row, 1}, b.d_out_panels + p * kPanel * v_dim_,
+    multiply_in_parts(keys, place.vecs, v_dim_, {v.data + mask.lo * v.row, v.row, 1}, b.d_out_panels + p * kPanel * v_dim_,
                     kPanel, ds, kQueryTile);
     for (int j = 0; j < place.vecs; ++j) {
       const int lane = p * kPanel + j * kLanes;

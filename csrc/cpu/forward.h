@@ -84,7 +84,7 @@ class Forward {
   void panel(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Rows k, Rows v,
              const Buffers& b) {
     const int keys = mask.hi - mask.lo;
-    multiply<false>(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
+    multiply_in_parts(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
                     b.scores, kPanel);
     if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, b.scores, nullptr, kPanel)) {
       bias_ok_ = false;
@@ -110,10 +110,10 @@ class Forward {
     if (key < keys) high[0] = max_or_second(high[0], load(scores + key * kPanel));
     const VecF new_max = max_or_second(high[0], high[1]);
     // A lane without any key yet subtracts 0, not minus infinity.
-    const VecF base = new_max == -kInfinity ? VecF{} : new_max * factors_.score;
+    const VecF base = new_max == -kInfinity ? VecF{} : new_max;
     VecF total{};
     for (key = 0; key < keys; ++key) {
-      const VecF p = exp2(load(scores + key * kPanel) * factors_.score - base);
+      const VecF p = exp2_below(load(scores + key * kPanel), base, factors_.score);
       total += p;
       store(scores + key * kPanel, p);
     }
@@ -121,7 +121,7 @@ class Forward {
       store(sum, load(sum) + total);
       return;
     }
-    const VecF shrink = exp2(old_max * factors_.score - base);
+    const VecF shrink = exp2_below(old_max, base, factors_.score);
     store(sum, load(sum) * shrink + total);
     store(max, new_max);
     for (int e = 0; e < v_dim_; ++e) store(out + e * kPanel, load(out + e * kPanel) * shrink);

@@ -113,4 +113,16 @@ inline void multiply(int rows, int vecs, int depth, Broadcast a, const float* b,
   }
 }
 
+constexpr int kSumPart = 64;
+
+// C = A B with the sums over k in parts: float32 rounds a long sum more than a sum of short ones.
+inline void multiply_in_parts(int rows, int vecs, int depth, Broadcast a, const float* b, ptrdiff_t b_row, float* c,
+                              ptrdiff_t c_row) {
+  multiply<false>(rows, vecs, std::min(depth, kSumPart), a, b, b_row, c, c_row);
+  for (int k = kSumPart; k < depth; k += kSumPart) {
+    multiply<true>(rows, vecs, std::min(depth - k, kSumPart), {a.data + k * a.col, a.row, a.col}, b + k * b_row, b_row, c,
+                   c_row);
+  }
+}
+
 }  // namespace magi

@@ -66,21 +66,36 @@ inline bool all_equal(VecF a, VecF b) {
   return all != 0;
 }
 
-// 2^x, relative error below 1.5e-7, exactly 0 from -126.5 down, NaN for NaN; x must not exceed 127.
-// Split x into a whole part (added to the exponent) and a rest in [-0.5, 0.5] (minimax polynomial of degree 6).
-inline VecF exp2(VecF x) {
-  x = max_or_second(splat(-127.0f), x);
-  const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are round(x)
-  const VecF f = x - (shifted - 12582912.0f);
+// 2^(whole + rest): `shifted` is 1.5 * 2^23 + whole (so its low mantissa bits are the whole part, which goes into the
+// exponent), the rest lies in [-0.5, 0.5] (minimax polynomial of degree 6).  Whole = -127 gives exactly 0.
+inline VecF exp2_of_parts(VecF shifted, VecF rest) {
   VecF p = splat(1.5345811e-4f);
-  p = p * f + 1.3399931e-3f;
-  p = p * f + 9.6184891e-3f;
-  p = p * f + 5.5503286e-2f;
-  p = p * f + 2.4022646e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  const VecI exponent = (bits_as<VecI>(shifted) << 23) + 0x3f800000;  // -127 becomes the bits of 0.0
-  return p * bits_as<VecF>(exponent);
+  p = p * rest + 1.3399931e-3f;
+  p = p * rest + 9.6184891e-3f;
+  p = p * rest + 5.5503286e-2f;
+  p = p * rest + 2.4022646e-1f;
+  p = p * rest + 6.9314718e-1f;
+  p = p * rest + 1.0f;
+  return p * bits_as<VecF>((bits_as<VecI>(shifted) << 23) + 0x3f800000);
+}
+constexpr float kRoundToWhole = 12582912.0f;  // 1.5 * 2^23
+
+// Both functions: relative error below 1.5e-7, 0 where the exponent is below -126.5, NaN for NaN; the exponent must not
+// exceed 127.  The rest comes from the arguments by one multiply-add, so that a large exponent's rounding does not count.
+
+// 2^(factor * (s - max)), factor > 0; exactly 1 for s = max.
+inline VecF exp2_below(VecF s, VecF max, float factor) {
+  const VecF d = max_or_second(splat(-127.0f / factor), s - max);
+  const VecF shifted = d * factor + kRoundToWhole;
+  return exp2_of_parts(shifted, d * factor - (shifted - kRoundToWhole));
+}
+
+// 2^(s * factor - base).
+inline VecF exp2_affine(VecF s, float factor, VecF base) {
+  const VecF x = max_or_second(splat(-127.0f), s * factor - base);
+  const VecF shifted = x + kRoundToWhole;
+  const VecF rest = s * factor - (base + (shifted - kRoundToWhole));
+  return exp2_of_parts(shifted, max_or_second(splat(-0.5f), rest));
 }
 
 // tanh(x), relative error below 4e-7: odd polynomial near 0, 1 - 2 / (e^2x + 1) elsewhere.
@@ -94,7 +109,7 @@ inline VecF tanh(VecF x) {
   small = small * y - 3.3333260e-1f;
   small = small * y * x + x;
   const VecF capped = magnitude > 10.0f ? splat(10.0f) : magnitude;  // keeps NaN
-  VecF large = 1.0f - 2.0f / (exp2(capped * (2.0f * kLog2E)) + 1.0f);
+  VecF large = 1.0f - 2.0f / (exp2_affine(capped, 2.0f * kLog2E, VecF{}) + 1.0f);
   large = bits_as<VecF>(bits_as<VecI>(large) | (bits_as<VecI>(x) & INT32_MIN));
   return magnitude < 0.625f ? small : large;
 }

@@ -1,0 +1,43 @@
+"""Long sequences across ranks: dispatch, exchange plans, group collectives, staged attention, ContextParallel."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from magi_flex.distributed.context_parallel import ContextParallel
+    from magi_flex.distributed.cost_model import Costs
+    from magi_flex.distributed.dispatch import Dispatch, solve_dispatch
+    from magi_flex.distributed.group_collective import group_cast, group_reduce
+    from magi_flex.distributed.group_plan import GroupPlan
+    from magi_flex.distributed.timeline import Timeline
+
+_HOMES = {
+    "ContextParallel": "context_parallel",
+    "Costs": "cost_model",
+    "Dispatch": "dispatch",
+    "solve_dispatch": "dispatch",
+    "group_cast": "group_collective",
+    "group_reduce": "group_collective",
+    "GroupPlan": "group_plan",
+    "Timeline": "timeline",
+}
+__all__ = [
+    "ContextParallel",
+    "Costs",
+    "Dispatch",
+    "GroupPlan",
+    "Timeline",
+    "group_cast",
+    "group_reduce",
+    "solve_dispatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'magi_flex.distributed' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"magi_flex.distributed.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -9,8 +9,7 @@ Shape legend: B batch, H query heads, G key/value heads, S sequence, D head dim.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +99,11 @@ def _local(x: Any, placements: Sequence[Placement]) -> Any:
 
 
 def _replicated(x: Any) -> Any:
-    """A capture's whole value."""
-    return _local(x, [Replicate()] * x.device_mesh.ndim) if isinstance(x, DTensor) else x
+    """A capture's whole value; an eager backward pass asks it whether its gradient is wanted."""
+    if not isinstance(x, DTensor):
+        return x
+    local = _local(x, [Replicate()] * x.device_mesh.ndim)
+    return local.detach().requires_grad_() if x.requires_grad and type(local) is Tensor else local
 
 
 def _wrap(local: Tensor, layout: Layout, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -169,32 +171,29 @@ def _local_mods(
     return _LocalMods(block_mask, mask_captures, score_captures, offsets)
 
 
-def _with_offsets(mod: Any, scalars_before: int, offsets: tuple[Tensor, ...], extra: int = 0) -> Any:
-    """``mod`` on local batch and head indices: the last two captures are added to b and h.
+def _with_offsets(mod: Any, scalars_before: int, offsets: tuple[Tensor, ...], is_joint: bool = False) -> Any:
+    """``mod`` on local batch and head indices: two more captures, which are added to b and h.
 
     Args:
         scalars_before: arguments before b and h.
-        extra: captures' gradients to return for the two offsets (None), for a joint graph.
+        is_joint: a joint graph, which also returns a gradient for each capture.
     """
-    if not offsets or not isinstance(mod, (fx.GraphModule, Callable)):  # type: ignore[arg-type]
+    if not offsets:
         return mod
-    graph = fx.Graph()
-    inner = mod if isinstance(mod, fx.GraphModule) else None
-    if inner is None:
+    if not isinstance(mod, fx.GraphModule):
         raise ValueError("score_mod, block_mask: a mod that is called directly (for debugging) cannot be sharded")
-    names = [node.name for node in inner.graph.nodes if node.op == "placeholder"]
-    args = [graph.placeholder(name) for name in names]
-    added = [graph.placeholder(name) for name in ("batch_offset", "head_offset")]
-    for i, offset in enumerate(added):
-        args[scalars_before + i] = graph.call_function(operator.add, (args[scalars_before + i], offset))
-    result = graph.call_module("mod", tuple(args))
-    if extra:
-        count = len(next(node for node in inner.graph.nodes if node.op == "output").args[0])
-        items = [graph.call_function(operator.getitem, (result, i)) for i in range(count)]
-        graph.output((*items, *[None] * extra))
-    else:
-        graph.output(result)
-    return fx.GraphModule({"mod": inner}, graph)
+    graph = fx.Graph()
+    inputs = [node for node in mod.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
+    for name, node in zip(("b_offset", "h_offset"), inputs[scalars_before : scalars_before + 2], strict=True):
+        values[node] = graph.call_function(torch.ops.aten.add.Tensor, (values[node], graph.placeholder(name)))
+    # placeholders come first
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        last.append(node)
+    result = graph.graph_copy(mod.graph, values)
+    graph.output([*result, None, None] if is_joint else result)  # type: ignore[misc]
+    return fx.GraphModule(mod, graph)
 
 
 # ---- the rules ------------------------------------------------------------------------------------------------------
@@ -259,14 +258,13 @@ def _backward(
     q = _laid_out(q, layout.q)
     mods = _local_mods(layout, q, block_mask, score_captures, mask_captures)
     mask_mod = _with_offsets(mods.block_mask[-1], 0, mods.offsets)
-    extra = len(mods.offsets)
     results = BACKWARD_HOP(
         q._local_tensor,
         _local(k, layout.k),
         _local(v, layout.k),
         *(_local(x, layout.q) for x in (out, lse, d_out, d_lse)),
         _with_offsets(fw_graph, 1, mods.offsets),
-        _with_offsets(joint_graph, 1, mods.offsets, extra),
+        _with_offsets(joint_graph, 1, mods.offsets, is_joint=True),
         (*mods.block_mask[:-1], mask_mod),
         scale,
         kernel_options,
@@ -282,7 +280,7 @@ def _backward(
             (dv, layout.dk, v, v.placements),
         )
     ]
-    captured = tuple(captured)[: len(captured) - extra] if extra else tuple(captured)
+    captured = tuple(captured)[: len(captured) - len(mods.offsets)]
     of_captures = tuple(
         _captured_grad(grad, capture, layout) for grad, capture in zip(captured, score_captures, strict=False)
     )

@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from magi_flex.kernels.sources import native_sources
+
 logger = logging.getLogger("magi_flex")
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -34,12 +36,6 @@ TARGETS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march
 
 class BuildError(RuntimeError):
     """The native library can neither be built nor found in the cache."""
-
-
-def source_directory() -> Path:
-    """Where the C++ sources are: beside the package in a checkout, inside it once installed."""
-    installed = Path(__file__).resolve().parents[1] / "_csrc" / "cpu"
-    return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "csrc" / "cpu"
 
 
 def cache_directory() -> Path:
@@ -73,7 +69,7 @@ def processor_features() -> str:
 def library_name() -> str:
     """File name of the library for these sources, these options and this processor."""
     digest = hashlib.sha256()
-    for file in sorted(source_directory().glob("*.[ch]*")):
+    for file in sorted(native_sources("cpu").glob("*.[ch]*")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     digest.update(repr((OPTIONS, TARGETS, processor_features())).encode())
     return f"attention-{digest.hexdigest()[:32]}.so"
@@ -91,7 +87,7 @@ def compile_library(output: Path, compiler: str, extra: tuple[str, ...] = ()) ->
     Raises:
         BuildError: no set of options compiles; the message ends with the compiler's first complaint.
     """
-    source = source_directory() / "attention.cpp"
+    source = native_sources("cpu") / "attention.cpp"
     complaint = ""
     for target in TARGETS:
         command = [compiler, *OPTIONS, *target, *extra, str(source), "-o", str(output)]

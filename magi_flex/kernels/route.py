@@ -14,6 +14,7 @@ logger = logging.getLogger("magi_flex")
 
 # (name, module, class): fastest first; a module is imported when its backend is first considered.
 BACKENDS: tuple[tuple[str, str, str], ...] = (
+    ("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
     ("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
     ("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import magi_flex

@@ -20,7 +20,7 @@ struct alignas(64) TensorMap {
     uint8 bytes[128];
 };
 
-constexpr float negative_infinity = -__builtin_huge_valf();
+constexpr float negative_infinity = __builtin_bit_cast(float, 0xff800000u);
 
 // ---- threads and addresses -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,179 @@
+"""Backend ``ffa``: our own Hopper (sm_90a) kernels, driven by ragged tile plans.
+
+Shape legend: B batch, H query heads, G key/value heads (H = G * group), Q query rows, K keys, D query/key head dim,
+E value head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.cuda_build import has_compiler
+from magi_flex.kernels.cuda_driver import is_tma_ready
+from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
+from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
+from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.request import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionRequest,
+    Backend,
+    Multiply,
+    RequestFacts,
+)
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.tiles import build_tile_plan
+
+# (head_dim, v_dim) -> (kv_tile, consumers, k_stages, v_stages, stage_out): what was fastest of what fits into 227 KB of
+# shared memory and the registers; docs/ffa.md has the figures.
+_FORWARD_TILES: dict[tuple[int, int], tuple[int, int, int, int, bool]] = {
+    (64, 64): (128, 3, 3, 3, True),
+    (96, 96): (128, 2, 2, 3, True),
+    (128, 128): (128, 2, 2, 3, True),
+    (192, 128): (112, 2, 2, 3, False),
+    (192, 192): (112, 2, 2, 2, False),
+    (256, 256): (64, 2, 2, 3, False),
+}
+_MAX_PACK = 8
+
+
+class FfaBackend(Backend):
+    """Forward and backward on Hopper; see :meth:`objections` for what it leaves to others."""
+
+    name = "ffa"
+
+    def missing(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"needs a CUDA device, not {device.type}"
+        return _missing_on(device.index if device.index is not None else torch.cuda.current_device())
+
+    def objections(self, facts: RequestFacts) -> list[str]:
+        found = []
+        if facts.dtype not in (torch.bfloat16, torch.float16):
+            found.append(f"serves bfloat16 and float16, not {facts.dtype}")
+        if facts.mixed_dtypes:
+            found.append("q, k and v must have one dtype")
+        if compiled_head_dims(facts.head_dim, facts.v_head_dim) is None:
+            found.append(
+                f"serves head dims up to 256 that are multiples of 8, not {facts.head_dim} and {facts.v_head_dim}"
+            )
+        if facts.score_steps is None:
+            found.append("the score mod is not one of the simple steps it knows")
+        else:
+            unknown = sorted({step.__name__ for step in facts.score_steps if step is not Multiply})
+            if unknown:
+                found.append(f"the score steps {', '.join(unknown)} are not in the kernel")
+        if facts.score_grads:
+            found.append("gradients of what a score mod captures are not computed")
+        if facts.has_bit_tiles:
+            found.append("masks with bit tiles are not in the kernel")
+        if facts.needs_backward:
+            found.append("the backward pass is not in the kernel")
+        return found
+
+    def forward(self, request: AttentionRequest) -> AttentionOutput:
+        q, k, v = request.q, request.k, request.v
+        batch, heads, q_len, _ = q.shape
+        shape = (batch, heads, q_len, v.shape[3])
+        out = empty_in_order(q, shape, fill_order(q), torch.float32 if request.wide_results else q.dtype)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        max_score = torch.empty_like(lse)
+        if out.numel() == 0 or k.shape[2] == 0:
+            return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
+        q, scale = positive_scale(q, combined_scale(request))
+        instance = forward_instance(
+            q.dtype, q.shape[3], v.shape[3], heads // k.shape[1], request.plan.starts.shape[1], request.wide_results
+        )
+        with torch.cuda.device(q.device):
+            launch_forward(
+                instance,
+                tma_ready(q),
+                tma_ready(k),
+                tma_ready(v),
+                contiguous_intervals(request.plan),
+                forward_schedule(request.plan, instance),
+                scale,
+                out,
+                lse,
+                max_score,
+            )
+        return AttentionOutput(out, lse, max_score)
+
+    def backward(
+        self,
+        request: AttentionRequest,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+    ) -> AttentionGradients:
+        raise NotImplementedError("objections() turns requests with a backward pass away")
+
+
+@functools.cache
+def _missing_on(device_index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability != (9, 0):
+        return f"needs a Hopper GPU (compute capability 9.0), this one has {capability[0]}.{capability[1]}"
+    if not has_compiler():
+        return "needs NVRTC (package nvidia-cuda-nvrtc) or nvcc to compile its kernels at first use"
+    return None
+
+
+def compiled_head_dims(head_dim: int, v_dim: int) -> tuple[int, int] | None:
+    """The least compiled pair that holds these head dims, or None where there is none."""
+    if head_dim % 8 or v_dim % 8:
+        return None
+    return next((pair for pair in _FORWARD_TILES if head_dim <= pair[0] and v_dim <= pair[1]), None)
+
+
+def forward_instance(
+    dtype: torch.dtype, head_dim: int, v_dim: int, group: int, mask_heads: int, wide_out: bool
+) -> ForwardInstance:
+    """The variant for these head dims.  Query heads of a group share row tiles where they share the mask."""
+    pair = compiled_head_dims(head_dim, v_dim)
+    assert pair is not None, "objections() turns other head dims away"
+    kv_tile, consumers, k_stages, v_stages, stage_out = _FORWARD_TILES[pair]
+    pack = math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
+    return ForwardInstance(
+        dtype, *pair, kv_tile, consumers, k_stages, v_stages, pack, stage_out and not wide_out, wide_out
+    )
+
+
+def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
+    """Row tiles of ``plan`` for ``instance``, kept as long as the plan's tensors are."""
+    sizes = (instance.q_tile, instance.kv_tile)
+
+    def build() -> Schedule:
+        return make_schedule(build_tile_plan(plan, *sizes, ragged=True))
+
+    return derived(plan, ("ffa forward", *sizes), build)
+
+
+def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
+    return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
+
+
+def combined_scale(request: AttentionRequest) -> float:
+    """The scale and the score mod's factors in one."""
+    steps = request.score.steps
+    assert steps is not None and all(isinstance(step, Multiply) for step in steps)
+    return math.prod((step.factor for step in steps if isinstance(step, Multiply)), start=request.scale)
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernel folds the scale into its exponentials, which takes a positive one."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
+def tma_ready(x: Tensor) -> Tensor:
+    """``x``, or a copy whose address and strides the copy engine can take."""
+    return x if is_tma_ready(x) else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,206 @@
+"""Launching the Hopper forward kernel (``csrc/cuda/ffa/forward.cu``).
+
+Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D query/key head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import cuda_driver
+from magi_flex.kernels.cuda_build import Cubin, compile_cubin
+from magi_flex.kernels.ffa_schedule import Schedule
+
+LOG2_E = math.log2(math.e)
+# ForwardParams of the kernel after its four tensor maps.
+_PARAMS = struct.Struct("<10Q3qf11i")
+# Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
+_L2_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class ForwardInstance:
+    """One compiled variant of the kernel.
+
+    Attributes:
+        head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
+        kv_tile: keys of a key tile.
+        consumers: warpgroups of 64 rows each.
+        k_stages, v_stages: buffers of K and of V.
+        pack: query heads in a row tile.
+        stage_out: the output goes through shared memory (not for ``wide_out``).
+        wide_out: float32 output.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    v_dim: int
+    kv_tile: int
+    consumers: int
+    k_stages: int
+    v_stages: int
+    pack: int
+    stage_out: bool = True
+    wide_out: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def q_tile(self) -> int:
+        """Query positions of a row tile."""
+        return self.rows // self.pack
+
+    def defines(self) -> dict[str, object]:
+        return {
+            "FFA_DTYPE": "bf16" if self.dtype == torch.bfloat16 else "fp16",
+            "FFA_HEAD_DIM": self.head_dim,
+            "FFA_V_DIM": self.v_dim,
+            "FFA_KV_TILE": self.kv_tile,
+            "FFA_CONSUMERS": self.consumers,
+            "FFA_K_STAGES": self.k_stages,
+            "FFA_V_STAGES": self.v_stages,
+            "FFA_PACK": self.pack,
+            "FFA_STAGE_OUT": self.stage_out,
+            "FFA_WIDE_OUT": self.wide_out,
+        }
+
+    def compile(self) -> Cubin:
+        """Machine code, from the cache where it is there."""
+        return compile_cubin("ffa/forward.cu", self.defines())
+
+
+@functools.lru_cache(maxsize=256)
+def load_kernel(instance: ForwardInstance, device_index: int) -> cuda_driver.Kernel:
+    with torch.cuda.device(device_index):
+        return cuda_driver.Kernel(instance.compile().code, "ffa_forward")
+
+
+def swizzle_bytes(columns: int) -> int:
+    """Width of a shared-memory panel of a tile with that many 16-bit columns."""
+    return 128 if columns % 64 == 0 else 64 if columns % 32 == 0 else 32
+
+
+@functools.lru_cache(maxsize=16)
+def multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+class _Launcher:
+    """What a launch needs that does not depend on addresses and masks; belongs to one thread."""
+
+    def __init__(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self.kernel = load_kernel(instance, q.device.index)
+        self.multiprocessors = multiprocessors(q.device.index)
+        self.threads = 128 * (instance.consumers + 1)
+        self.params = cuda_driver.ParameterBlock(4, _PARAMS)
+        swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
+        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
+        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
+        pack = instance.pack
+        boxes = (
+            (q, by_row, (swizzle_qk // 2, pack, instance.q_tile, 1), swizzle_qk),
+            (k, by_key, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk),
+            (v, by_key, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v),
+            (out, by_row, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v),
+        )
+        self.maps = len(boxes) - instance.wide_out  # float32 output is stored without a map
+        for index, box in enumerate(boxes[: self.maps]):
+            self.params.set_map(index, cuda_driver.tensor_map(*box))
+
+
+class _Launchers(threading.local):
+    """Launchers by geometry, for each thread its own (a launch writes into the launcher's parameter block)."""
+
+    def __init__(self) -> None:
+        self.by_geometry: dict[tuple, _Launcher] = {}
+
+    def get(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> _Launcher:
+        tensors = (q, k, v, out)
+        geometry = (instance, q.device.index, *(x.shape for x in tensors), *(x.stride() for x in tensors))
+        launcher = self.by_geometry.get(geometry)
+        if launcher is None:
+            if len(self.by_geometry) >= 1024:
+                self.by_geometry.clear()
+            launcher = self.by_geometry[geometry] = _Launcher(instance, *tensors)
+        return launcher
+
+
+_launchers = _Launchers()
+
+
+def launch_forward(
+    instance: ForwardInstance,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    intervals: RowIntervals,
+    schedule: Schedule,
+    scale: float,
+    out_BHQE: Tensor,
+    lse_BHQ: Tensor,
+    max_score_BHQ: Tensor | None,
+    sm_margin: int = 0,
+) -> None:
+    """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream.
+
+    All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
+    is positive, the interval tables are contiguous, and ``schedule`` was made for ``instance.q_tile`` and
+    ``instance.kv_tile``.  ``sm_margin`` multiprocessors are left to others.
+    """
+    device_index = q_BHQD.device.index
+    batch, heads, q_len, _ = q_BHQD.shape
+    _, kv_heads, kv_len, v_dim = v_BGKE.shape
+    mask_batch, mask_heads, slots, _ = intervals.starts.shape
+    launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, out_BHQE)
+    replica_heads = heads // instance.pack if mask_heads == 1 else 1
+    replicas = replica_heads * (batch if mask_batch == 1 else 1)
+    group = heads // kv_heads
+    kv_bytes = kv_len * (instance.head_dim + instance.v_dim) * 2
+    section = min(replicas, max(1, _L2_BYTES // kv_bytes) * (group // instance.pack))
+    items = schedule.row_tiles * replicas
+    grid = min(items, max(1, launcher.multiprocessors - sm_margin))
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    next_item = 0
+    if items > grid:
+        counter = torch.empty(1, dtype=torch.int32, device=q_BHQD.device)
+        cuda_driver.fill_zero(counter, stream)
+        next_item = counter.data_ptr()
+    params = launcher.params
+    for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, out_BHQE)[: launcher.maps]):
+        params.move_map(index, x.data_ptr())
+    params.set_rest(
+        intervals.starts.data_ptr(),
+        intervals.ends.data_ptr(),
+        schedule.tile_rows.data_ptr(),
+        schedule.tile_runs.data_ptr(),
+        schedule.partial_runs.data_ptr(),
+        schedule.full_runs.data_ptr(),
+        out_BHQE.data_ptr(),
+        lse_BHQ.data_ptr(),
+        0 if max_score_BHQ is None else max_score_BHQ.data_ptr(),
+        next_item,
+        *out_BHQE.stride()[:3],
+        scale * LOG2_E,
+        q_len,
+        heads,
+        group,
+        v_dim,
+        slots,
+        mask_batch,
+        mask_heads,
+        schedule.row_tiles,
+        replicas,
+        replica_heads,
+        section,
+    )
+    launcher.kernel.launch(grid, launcher.threads, params, stream)

@@ -1,0 +1,64 @@
+"""What kernels derive from a mask's intervals (tile plans, schedules), kept as long as the intervals are.
+
+A compiled graph hands the same interval tensors to every layer, forward and backward, in new MaskPlan objects; so what
+identifies a mask here is the tensors' memory and version counters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from magi_flex.mask_plan import MaskPlan
+
+T = TypeVar("T")
+
+_CAPACITY = 256
+_entries: OrderedDict[Hashable, tuple[tuple[StorageWeakRef, ...], Any]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _tensors(plan: MaskPlan) -> list[Tensor]:
+    tensors = [plan.starts, plan.ends]
+    if plan.bit_tiles is not None:
+        bits = plan.bit_tiles
+        tensors += [bits.row_ptr, bits.cols, bits.slot, bits.bits]
+    return tensors
+
+
+def derived(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
+    """``build()``, or what it gave earlier for the same ``what`` and the same, unchanged tensors of ``plan``.
+
+    Nothing is kept for inference tensors, which do not count their changes, nor while a CUDA graph is captured, since
+    the captured work is then replayed on other contents.
+    """
+    tensors = _tensors(plan)
+    if any(x.is_inference() for x in tensors):
+        return build()
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return build()
+    identity = tuple((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version) for x in tensors)
+    key = (what, plan.kv_len, identity)
+    with _lock:
+        entry = _entries.get(key)
+        if entry is not None:
+            owners, value = entry
+            if not any(owner.expired() for owner in owners):
+                _entries.move_to_end(key)
+                return value
+            del _entries[key]
+    value = build()
+    owners = tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
+    with _lock:
+        for old in [k for k, (refs, _) in _entries.items() if any(ref.expired() for ref in refs)]:
+            del _entries[old]
+        _entries[key] = (owners, value)
+        while len(_entries) > _CAPACITY:
+            _entries.popitem(last=False)
+    return value

@@ -1,0 +1,170 @@
+"""Compile the Hopper kernels where nvcc (or NVRTC) is there and look at what came out; no GPU is needed."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+
+import pytest
+import torch
+
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import cuda_build
+from magi_flex.kernels.cuda_build import CompileError, Cubin, compile_cubin, has_compiler
+from magi_flex.kernels.ffa import compiled_head_dims, forward_instance
+from magi_flex.kernels.ffa_schedule import make_schedule
+from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.request import RequestFacts
+from magi_flex.kernels.route import explain_route
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.tiles import build_tile_plan
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")
+
+# Low nine bits of a 128-bit sm_90 instruction.
+HGMMA, R2P, STORE_LOCAL, LOAD_LOCAL = 0x1F0, 0x004, 0x187, 0x183
+
+
+def instructions(code: bytes, kernel: str) -> Counter[int]:
+    """How often each opcode occurs in a kernel of an ELF64 cubin."""
+    (section_offset,) = struct.unpack_from("<Q", code, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<3H", code, 0x3A)
+
+    def section(index: int) -> tuple[int, int, int]:
+        name, _, _, _, offset, size = struct.unpack_from("<IIQQQQ", code, section_offset + index * entry_size)
+        return name, offset, size
+
+    _, names_at, _ = section(names_index)
+    for index in range(count):
+        name, offset, size = section(index)
+        end = code.index(b"\0", names_at + name)
+        if code[names_at + name : end] == f".text.{kernel}".encode():
+            words = struct.unpack_from(f"<{size // 8}Q", code, offset)
+            return Counter(word & 0x1FF for word in words[::2])
+    raise AssertionError(f"no kernel {kernel}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("wide_out", [False, True])
+def test_forward_uses_the_matrix_units_and_spills_nothing(wide_out: bool) -> None:
+    instance = forward_instance(torch.bfloat16, 128, 128, group=8, mask_heads=1, wide_out=wide_out)
+    cubin = instance.compile()
+    assert cubin.spill_bytes == 0
+    assert cubin.warnings == []
+    found = instructions(cubin.code, "ffa_forward")
+    # Twice (before and in the loop): 8 steps over the head dim for the scores, 8 over the keys for the output.
+    assert found[HGMMA] == 2 * (128 // 16 + instance.kv_tile // 16)
+    # Masks become predicates: 32 bits of two rows, at most 7 at a time.
+    assert found[R2P] >= 2 * 2 * 4
+    assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
+
+
+@needs_compiler
+def test_other_head_dims_spill_nothing() -> None:
+    for dims in ((64, 64), (256, 256)):  # the tightest in registers
+        instance = forward_instance(torch.float16, *dims, group=1, mask_heads=1, wide_out=False)
+        cubin = instance.compile()
+        assert (cubin.spill_bytes, cubin.warnings) == (0, []), instance
+
+
+@needs_compiler
+def test_compiled_code_is_kept_and_told_apart(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "sources" / "toy" / "toy.cu"
+    source.parent.mkdir(parents=True)
+    source.write_text('extern "C" __global__ void toy(int* x) { *x = VALUE; }\n')
+    monkeypatch.setattr(cuda_build, "SOURCES", tmp_path / "sources")
+    first = compile_cubin("toy/toy.cu", {"VALUE": 1})
+    files = set((tmp_path / "magi_flex" / "cuda").iterdir())
+    assert compile_cubin("toy/toy.cu", {"VALUE": 1}) == first
+    assert set((tmp_path / "magi_flex" / "cuda").iterdir()) == files
+    assert compile_cubin("toy/toy.cu", {"VALUE": 2}).code != first.code
+    source.write_text('extern "C" __global__ void toy(int* x) { *x = VALUE + 1; }\n')
+    assert compile_cubin("toy/toy.cu", {"VALUE": 1}).code != first.code
+    with pytest.raises(CompileError, match="VALUE"):
+        compile_cubin("toy/toy.cu", {})
+
+
+def test_reports_are_understood() -> None:
+    report = "ptxas info : 8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads\nUsed 168 registers, used 1"
+    assert Cubin(b"", report).spill_bytes == 28
+    assert Cubin(b"", report).registers == 168
+    assert len(Cubin(b"", "(C7514) Potential Performance Loss: serialized").warnings) == 1
+
+
+def test_head_dims() -> None:
+    assert compiled_head_dims(64, 64) == (64, 64)
+    assert compiled_head_dims(72, 64) == (96, 96)
+    assert compiled_head_dims(192, 128) == (192, 128)
+    assert compiled_head_dims(128, 192) == (192, 192)
+    assert compiled_head_dims(200, 8) == (256, 256)
+    assert compiled_head_dims(100, 100) is None
+    assert compiled_head_dims(264, 264) is None
+
+
+def test_query_heads_share_row_tiles_only_where_they_share_the_mask() -> None:
+    pack = {
+        (group, mask_heads): forward_instance(torch.bfloat16, 128, 128, group, mask_heads, False).pack
+        for group, mask_heads in ((8, 1), (6, 1), (1, 1), (16, 1), (8, 64))
+    }
+    assert pack == {(8, 1): 8, (6, 1): 2, (1, 1): 1, (16, 1): 8, (8, 64): 1}
+
+
+def test_schedule_covers_the_plan_longest_tiles_first() -> None:
+    torch.manual_seed(0)
+    starts = torch.randint(0, 300, (2, 1, 2, 200), dtype=torch.int32)
+    ends = torch.randint(0, 300, (2, 1, 2, 200), dtype=torch.int32)
+    plan = MaskPlan(RowIntervals.build(starts, ends, 300))
+    tiles = build_tile_plan(plan, 16, 64, ragged=True)
+    schedule = make_schedule(tiles)
+    full, partial = tiles.steps()
+    mask_of_tile = torch.repeat_interleave(torch.arange(2), tiles.head_ptr.diff())
+    wanted = {
+        (int(b), int(e), int(m)): (int(f + p), int(pb), int(pe), int(fb), int(fe))
+        for b, e, m, f, p, pb, pe, fb, fe in zip(
+            tiles.tile_begin, tiles.tile_end, mask_of_tile, full, partial, tiles.partial_ptr[:-1],
+            tiles.partial_ptr[1:], tiles.full_ptr[:-1], tiles.full_ptr[1:], strict=True,
+        )
+    }  # fmt: skip
+    got = {
+        (b, e, m): (steps, *runs)
+        for (b, e, m, steps), runs in zip(schedule.tile_rows.tolist(), schedule.tile_runs.tolist(), strict=True)
+    }
+    assert got == wanted
+    for m in (0, 1):
+        steps = schedule.tile_rows[schedule.tile_rows[:, 2] == m, 3]
+        assert (steps.diff() <= 0).all()
+
+
+def test_what_is_derived_from_a_plan_follows_its_contents() -> None:
+    intervals = RowIntervals.full(8, 8)
+    built: list[int] = []
+
+    def area() -> int:
+        built.append(0)
+        return intervals.area()
+
+    assert derived(MaskPlan(intervals), "area", area) == 64
+    assert derived(MaskPlan(intervals), "area", area) == 64
+    assert len(built) == 1
+    intervals.ends.sub_(4)
+    assert derived(MaskPlan(intervals), "area", area) == 32
+    assert derived(MaskPlan(intervals), "other", area) == 32
+    assert len(built) == 3
+    with torch.inference_mode():
+        inference = RowIntervals.full(8, 8)
+    assert derived(MaskPlan(inference), "area", area) == derived(MaskPlan(inference), "area", area)
+    assert len(built) == 5
+
+
+def test_memory_that_is_used_again_is_another_plan() -> None:
+    for length in range(1, 40):
+        plan = MaskPlan(RowIntervals.full(16, length))
+        assert derived(plan, "area", plan.area) == 16 * length
+        del plan
+
+
+def test_a_cpu_request_is_told_why() -> None:
+    facts = RequestFacts(torch.device("cpu"), torch.bfloat16, 64, 64, 8, 8, (), False, False, False)
+    reasons = dict(explain_route(facts))["ffa"]
+    assert reasons == ["needs a CUDA device, not cpu"]
