@@ -265,7 +265,7 @@ def _look_up(table_GN: Tensor, index: Tensor) -> Tensor:
 
 
 def constant_runs(values: Iterable[Tensor], dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Runs along ``dim`` over which all values ``[B, H, Q, K]`` are constant: where each begins, and each place's run."""
+    """Runs along ``dim`` over which all values are constant: where each run begins, and the run of each place."""
     changes = torch.zeros(length, dtype=torch.bool, device=device)
     changes[:1] = True
     for value in values:

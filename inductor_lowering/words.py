@@ -112,7 +112,6 @@ def _bits_from(first: Tensor) -> Tensor:
 def intervals_words(intervals: RowIntervals, keys: Range) -> Tensor:
     """Bits of row intervals on keys [begin, end): ``[B, H, Q, W]``."""
     slots = (
-        interval_words(intervals.starts[:, :, r], intervals.ends[:, :, r], keys)
-        for r in range(intervals.max_intervals)
+        interval_words(intervals.starts[:, :, r], intervals.ends[:, :, r], keys) for r in range(intervals.max_intervals)
     )
     return functools.reduce(operator.or_, slots)
