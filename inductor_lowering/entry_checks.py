@@ -1,7 +1,8 @@
 """FlexAttention's own checks refuse on a CPU what our kernels can do: training, and the largest scores as a result.
 
-Both checks are wrapped so that they let these through when our kernels take the call.  Dynamo traces the wrappers and
-guards on ACTIVE_BACKEND, so a function compiled under one choice is compiled again under another.
+Both checks are wrapped so that they let these through when our kernels take the call; and so is the warning that an
+eager call writes out all scores, which is not true of our kernels.  Dynamo traces the wrappers and guards on
+ACTIVE_BACKEND, so a function compiled under one choice is compiled again under another.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ COMPILERS: set[Callable[..., Any]] = set()  # functions that compile with our ke
 
 _stock_validate_device = flex_attention_module._validate_device
 _stock_apply_kernel_options = flex_attention_module._apply_kernel_options
+_stock_warn_once = flex_attention_module._warn_once
 
 
 def install() -> None:
     """Wrap the checks; without ACTIVE_BACKEND and outside of our COMPILERS they do what they did."""
     flex_attention_module._validate_device = _validate_device
     flex_attention_module._apply_kernel_options = _apply_kernel_options
+    flex_attention_module._warn_once = _warn_once
 
 
 @torch._dynamo.assume_constant_result
@@ -65,3 +68,8 @@ def _apply_kernel_options(
         # Always there, because Dynamo guards on the values of known options but not on which options there are.
         options.setdefault("magi_backend", ACTIVE_BACKEND)
     return options
+
+
+def _warn_once(warning_id: str, message: str, category: type[Warning] = UserWarning) -> None:
+    if ACTIVE_BACKEND is None or warning_id != "flex_attention_performance":
+        _stock_warn_once(warning_id, message, category)
