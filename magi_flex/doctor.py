@@ -39,7 +39,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Look at everything; starts no kernel and builds nothing."""
+    """Look at everything.  Builds the CPU kernels if they are not built yet: nothing else tells whether that works."""
     return [*_software(), *_native_code(), *_gpu(), *_distributed(), *_backends()]
 
 
@@ -161,10 +161,12 @@ def _distributed() -> list[Check]:
 
 def _backends() -> list[Check]:
     topic = "Attention backends, fastest first"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    devices = [torch.device("cuda")] * torch.cuda.is_available() + [torch.device("cpu")]
     checks = []
     for name in route.backend_names():
         backend = route.load(name)
-        reason = backend if isinstance(backend, str) else backend.missing(device)
-        checks.append(Check(topic, name, None if reason else True, reason or f"runs on {device.type}"))
+        missing = [backend if isinstance(backend, str) else backend.missing(device) for device in devices]
+        serves = [device.type for device, reason in zip(devices, missing, strict=True) if reason is None]
+        detail = f"runs on {', '.join(serves)}" if serves else str(missing[0])
+        checks.append(Check(topic, name, True if serves else None, detail))
     return checks

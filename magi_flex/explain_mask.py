@@ -225,7 +225,8 @@ def _device(mask: MaskMod | BlockMask | MaskPlan, device: torch.device | str | N
 def _name(mask: MaskMod | BlockMask | MaskPlan) -> str:
     if isinstance(mask, (BlockMask, MaskPlan)):
         return type(mask).__name__
-    return getattr(mask, "__name__", type(mask).__name__)
+    name = getattr(mask, "__name__", type(mask).__name__)
+    return "mask" if name == "<lambda>" else name
 
 
 def _path_text(report: PlanReport) -> str:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
+_DETACH_IN_PLACE = torch.ops.aten.detach_.default  # how tracing leaves torch.tensor(number); it writes nothing
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
@@ -172,7 +173,7 @@ class ProgramBuilder:
         return len(self.steps) - 1
 
     def append_call(self, node: Node, op: torch._ops.OpOverload, args: Any, kwargs: Any = None) -> None:
-        if op is torch.ops.aten.detach_.default:  # how tracing leaves torch.tensor(number); it writes nothing
+        if op is _DETACH_IN_PLACE:
             op = torch.ops.aten.detach.default
         encoded = {k: self.encode(x) for k, x in (kwargs or {}).items()}
         self.append(["call", op._schema.name, op._overloadname, self.encode(args), encoded], node)
@@ -207,9 +208,15 @@ class ProgramBuilder:
 
 
 def used_nodes(module: GraphModule) -> list[Node]:
-    """The graph's nodes in order, without those that nothing depends on; all placeholders."""
+    """The graph's nodes in order, without those that nothing depends on; all placeholders.
+
+    Raises InvalidMod where a node writes to a tensor, used or not.
+    """
     used: set[Node] = set()
     for node in reversed(module.graph.nodes):
+        op = node.target
+        if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable and op is not _DETACH_IN_PLACE:
+            raise InvalidMod(f"{op._schema.name} writes to a tensor; a score_mod or mask_mod may have no side effects")
         if node.op in ("output", "placeholder") or node in used:
             used.add(node)
             used.update(node.all_input_nodes)

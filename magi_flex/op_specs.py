@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.checks import check_mask_shape
 from magi_flex.kernels.request import ScoreProgram
 from magi_flex.mask_plan import MaskPlan
 
@@ -105,6 +106,7 @@ class MaskSpec:
             count = 4 if self.full_lists else 2
             lists, tensors = tensors[:count], tensors[count:]
             block_size, ints = (ints[0], ints[1]), ints[2:]
+            check_mask_shape(lists[0].shape[:2], batch, heads)
             if self.program is None:
                 return plan_from_lists(*lists, *[None] * (4 - count), block_size, q_len, kv_len)
             partial = BlockRows.from_lists(lists[0], lists[1], block_size, q_len, kv_len)

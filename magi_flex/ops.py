@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from magi_flex import plan_memo
+from magi_flex.kernels.checks import check_inputs, check_plan
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
@@ -118,9 +119,12 @@ def _plan(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def _expand_batch(x: Tensor, batch: int) -> Tensor:
+def _request(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
-    return x if x.shape[0] == batch else x.expand(batch, *x.shape[1:])
+    check_inputs(q, k, v)
+    check_plan(plan, q, k)
+    k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
+    return AttentionRequest(q, k, v, plan, scale, score)
 
 
 def run_forward(
@@ -135,7 +139,7 @@ def run_forward(
     out_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
-    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    request = _request(q, k, v, plan, scale, score)
     result = route(facts_of(request, needs_backward), backend).forward(request)
     return in_order(result.out, out_order), result.lse, result.max_score
 
@@ -157,7 +161,7 @@ def run_backward(
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(dq, dk, dv, gradients of the score mod's captures that want one, in order)."""
-    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    request = _request(q, k, v, plan, scale, score)
     d_out = torch.zeros_like(out) if d_out is None else d_out
     grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
     dk, dv = (
