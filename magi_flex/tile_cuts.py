@@ -39,7 +39,7 @@ def fixed_row_tiles(heads: int, rows: int, height: int, device: torch.device) ->
     return RowTiles(torch.arange(heads + 1, device=device) * count, begin, (begin + height).clamp(max=rows), head)
 
 
-def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTiles:
+def ragged_row_tiles(intervals: RowIntervals, height: int, step: int, align: int = 1) -> RowTiles:
     """Row tiles of at most ``height`` rows that begin where it saves key steps.
 
     Cost model: a row tile costs TILE_OVERHEAD plus the steps that cover its rows' keys, ceil(hull / step) summed over
@@ -54,6 +54,9 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     denser than one in height / 4 rows the largest of each such stretch counts.  Stretches over several breaks are
     considered up to 2 * height rows past the first of these: documents longer than a tile gain nothing from sharing
     more.
+
+    Cuts counted from the last row are rounded up to multiples of ``align``, where that keeps tiles within the height:
+    in columns of a causal document keys begin with the tile, so its runs then begin at such multiples too.
     """
     batch, heads, _, rows = intervals.starts.shape
     device = intervals.starts.device
@@ -66,6 +69,8 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     size = cuts.diff()
     count = (size + height - 1) // height
     shift = torch.where(from_end, size - count * height, 0)
+    round_up = -(cuts[:-1] % rows + shift) % align
+    shift += torch.where(from_end & (shift + round_up <= 0), round_up, 0)
     which, nth = Spans(count, torch.zeros_like(count), count).members()
     begin = cuts[which] + (nth * height + shift[which]).clamp(min=0)
     end = torch.cat((begin[1:], cuts[-1:]))

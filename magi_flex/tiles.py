@@ -111,7 +111,7 @@ def build_tile_plan(
             by_row = plan.intervals.transpose(max_intervals=few) if plan.bit_tiles is None else None
         if by_row is not None:
             height = kv_tile if transposed else q_tile
-            tiles = ragged_row_tiles(by_row, height, step)
+            tiles = ragged_row_tiles(by_row, height, step, run_align)
             touched, full = _tile_spans(by_row, plan.bit_tiles, tiles, height)
             full, partial = _free_runs(touched, full, step, run_align, by_row.kv_len)
             return _assemble(q_tile, kv_tile, transposed, tiles, full, partial)

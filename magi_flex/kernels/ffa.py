@@ -15,7 +15,9 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
+from magi_flex.kernels.ffa_backward import MAX_HEAD_DIM, BackwardInstance, launch_backward
+from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
+from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.plan_cache import derived
@@ -73,8 +75,12 @@ class FfaBackend(Backend):
             found.append("gradients of what a score mod captures are not computed")
         if facts.has_bit_tiles:
             found.append("masks with bit tiles are not in the kernel")
-        if facts.needs_backward:
-            found.append("the backward pass is not in the kernel")
+        if facts.needs_backward and max(facts.head_dim, facts.v_head_dim) > MAX_HEAD_DIM:
+            found.append(
+                f"its backward serves head dims up to {MAX_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}"
+            )
+        if facts.needs_backward and facts.deterministic:
+            found.append("its backward sums the gradients of q in no fixed order")
         return found
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
@@ -113,7 +119,40 @@ class FfaBackend(Backend):
         d_out: Tensor,
         d_lse: Tensor | None,
     ) -> AttentionGradients:
-        raise NotImplementedError("objections() turns requests with a backward pass away")
+        q, k, v = request.q, request.k, request.v
+        dtypes = [torch.float32 if request.wide_results else x.dtype for x in (q, k, v)]
+        dq, dk, dv = (
+            empty_in_order(x, x.shape, fill_order(x), dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)
+        )
+        gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
+        if d_out.numel() == 0 or k.shape[2] == 0:
+            for x in (dq, dk, dv):
+                x.zero_()
+            return gradients
+        instance = BackwardInstance(
+            q.dtype,
+            64 if max(q.shape[3], v.shape[3]) <= 64 else 128,
+            wide=request.wide_results,
+            wide_out=out.dtype == torch.float32,
+        )
+        with torch.cuda.device(q.device):
+            launch_backward(
+                instance,
+                tma_ready(q),
+                tma_ready(k),
+                tma_ready(v),
+                tma_ready(out),
+                lse.contiguous(),
+                tma_ready(d_out.to(q.dtype)),
+                None if d_lse is None else d_lse.float().contiguous(),
+                contiguous_intervals(request.plan),
+                backward_schedule(request, instance),
+                combined_scale(request),
+                dq,
+                dk,
+                dv,
+            )
+        return gradients
 
 
 @functools.cache
@@ -154,6 +193,18 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
         return make_schedule(build_tile_plan(plan, *sizes, ragged=True))
 
     return derived(plan, ("ffa forward", *sizes), build)
+
+
+def backward_schedule(request: AttentionRequest, instance: BackwardInstance) -> BackwardSchedule:
+    """Key tiles of the request's plan, kept as long as the plan's tensors are."""
+    batch, heads = request.q.shape[:2]
+    sizes = (instance.rows, batch, heads, request.k.shape[1], instance.head_dim * 8)
+    processors = multiprocessors(request.q.device.index)
+
+    def build() -> BackwardSchedule:
+        return plan_backward(request.plan, *sizes, processors)
+
+    return derived(request.plan, ("ffa backward", *sizes), build)
 
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:

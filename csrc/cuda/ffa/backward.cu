@@ -16,12 +16,12 @@ __global__ void __launch_bounds__(ffa::kThreads, 1) ffa_backward(const __grid_co
     ffa::backward<Config>(params);
 }
 
-__global__ void __launch_bounds__(ffa::kConvertThreads)
+__global__ void __launch_bounds__(ffa::kConvertThreads, 6)
     ffa_backward_prepare(const __grid_constant__ ffa::PrepareParams params) {
     ffa::prepare<Config::kType, Config::kHeadDim, OutElement>(params);
 }
 
-__global__ void __launch_bounds__(ffa::kConvertThreads)
+__global__ void __launch_bounds__(ffa::kConvertThreads, 6)
     ffa_backward_finish(const __grid_constant__ ffa::FinishParams params) {
     ffa::finish<Config::kType, Config::kHeadDim, Config::GradientType>(params);
 }

@@ -61,7 +61,7 @@ struct BackwardParams {
     int64 dv_batch, dv_head, dv_row;
     int* work_counter;  // zero at launch
     int kv_heads, parts, group;  // a key/value head's query heads are split into `parts` items of `group` heads each
-    int q_len, padded_rows, head_dim;
+    int q_len, padded_rows, head_dim, v_dim;
     int tiles;  // of one mask head where the mask depends on the head, else of all masks
     float scale, scale_log2;
 };
@@ -75,7 +75,7 @@ template <class First, class Second> struct SelectType<false, First, Second> {
 
 template <DType kType_, int kHeadDim_, int kRows_, bool kWide_> struct BackwardConfig {
     static constexpr DType kType = kType_;
-    static constexpr int kHeadDim = kHeadDim_;  // 64 or 128; smaller head dims are padded with zeros by TMA
+    static constexpr int kHeadDim = kHeadDim_;  // of q, k, v: 64 or 128; smaller ones are padded with zeros by TMA
     static constexpr int kRows = kRows_;        // query rows of a step
     static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
@@ -541,8 +541,8 @@ template <class C> struct Consumer {
             add_gradient(dk, block);
             add_gradient(dv, block + kKeys * C::kHeadDim);
         } else {
-            store_gradient(dk, params.scale, done, params.dk, params.dk_batch, params.dk_head, params.dk_row);
-            store_gradient(dv, 1.0f, done, params.dv, params.dv_batch, params.dv_head, params.dv_row);
+            store_gradient(dk, params.scale, done, params.head_dim, params.dk, params.dk_batch, params.dk_head, params.dk_row);
+            store_gradient(dv, 1.0f, done, params.v_dim, params.dv, params.dv_batch, params.dv_head, params.dv_row);
         }
     }
 
@@ -556,8 +556,8 @@ template <class C> struct Consumer {
         }
     }
 
-    FFA_DEVICE void store_gradient(const float (&gradient)[kGradients], float factor, const Item& item, void* out,
-                                   int64 batch_stride, int64 head_stride, int64 row_stride) const {
+    FFA_DEVICE void store_gradient(const float (&gradient)[kGradients], float factor, const Item& item, int columns,
+                                   void* out, int64 batch_stride, int64 head_stride, int64 row_stride) const {
         using Element = typename C::GradientType;
         const int key = warpgroup * 64 + warp * 16 + lane / 4;
         Element* base = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
@@ -569,7 +569,7 @@ template <class C> struct Consumer {
 #pragma unroll
             for (int j = 0; j < C::kHeadDim / 8; ++j) {
                 const int column = 8 * j + lane % 4 * 2;
-                if (column >= params.head_dim) continue;
+                if (column >= columns) continue;
                 store_pair<C::kType>(row + column, gradient[4 * j + 2 * half] * factor,
                                      gradient[4 * j + 2 * half + 1] * factor);
             }

@@ -29,7 +29,7 @@ struct PrepareParams {
     int* work_counter;
     int64 out_batch, out_head, out_row;  // strides in elements
     int64 d_out_batch, d_out_head, d_out_row;
-    int heads, q_len, padded_rows, head_dim;
+    int heads, q_len, padded_rows, v_dim;
 };
 
 struct FinishParams {
@@ -47,22 +47,20 @@ struct FinishParams {
     const int* head_ptr;  // of the plan, as in MaskParams
     const int* tile_begin;
     const int* tile_end;
-    int kv_heads, tiles, mask_batches, mask_heads;
+    int kv_heads, tiles, mask_batches, mask_heads, v_dim;
 };
 
-// Eight elements (float32 or 16-bit, 16-byte aligned) as floats.
-template <DType kType, class Element> FFA_DEVICE void load_eight(const Element* source, float (&values)[8]) {
-    if constexpr (sizeof(Element) == 4) {
-        const float4 low = *reinterpret_cast<const float4*>(source), high = *reinterpret_cast<const float4*>(source + 4);
-        const float all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] = all[i];
-    } else {
-        const uint4 pairs = *reinterpret_cast<const uint4*>(source);
-        const uint32 all[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::unpack_pair<kType>(all[i], values[2 * i], values[2 * i + 1]);
-    }
+// Eight elements (16-byte aligned) as floats.
+template <DType kType> FFA_DEVICE void load_eight(const uint16* source, float (&values)[8]) {
+    const uint4 pairs = *reinterpret_cast<const uint4*>(source);
+    ptx::unpack_pair<kType>(pairs.x, values[0], values[1]);
+    ptx::unpack_pair<kType>(pairs.y, values[2], values[3]);
+    ptx::unpack_pair<kType>(pairs.z, values[4], values[5]);
+    ptx::unpack_pair<kType>(pairs.w, values[6], values[7]);
+}
+template <DType kType> FFA_DEVICE void load_eight(const float* source, float (&values)[8]) {
+    *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(source);
+    *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(source + 4);
 }
 
 template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(const PrepareParams& params) {
@@ -83,8 +81,8 @@ template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(c
     for (int pass = 0; pass < kConvertRows / kPassRows; ++pass) {
         const int block_row = pass * kPassRows + threadIdx.x / kLanes, row = first_row + block_row;
         float sum = 0.0f;
-        if (row < params.q_len && column < params.head_dim) {
-            float o[8], d_o[8];
+        if (row < params.q_len && column < params.v_dim) {
+            alignas(16) float o[8], d_o[8];
             load_eight<kType>(out + row * params.out_row + column, o);
             load_eight<kType>(d_out + row * params.d_out_row + column, d_o);
 #pragma unroll
@@ -135,7 +133,7 @@ FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
         const int slice = i / 128, thread = i % 128, lane = thread % 32;
         const int row = slice / (kHeadDim / 8) * 64 + thread / 32 * 16 + lane / 4;
         const int column = slice % (kHeadDim / 8) * 8 + lane % 4 * 2;
-        if (column >= params.head_dim) continue;
+        if (column >= (which ? params.v_dim : params.head_dim)) continue;
         const float4 fragment = buffer[i];
         Element* to = out + (begin + row) * row_stride + column;
         if (row < rows) store_pair<kType>(to, fragment.x * scale, fragment.y * scale);
