@@ -90,18 +90,18 @@ def test_steps_of_aligned_runs_are_no_more() -> None:
 
 
 def test_heads_of_an_item() -> None:
-    step_bytes = ROWS * 1024
-    causal_2k = torch.arange(32, 0, -2)
-    assert choose_heads(causal_2k, 64, 8, step_bytes, 132) == 2  # 128 items of all heads would leave most idle
-    assert choose_heads(torch.full((64,), 128), 64, 8, step_bytes, 132) == 8  # full: even work
-    assert choose_heads(torch.arange(512, 0, -2), 64, 8, step_bytes, 132) == 1  # long causal rows: drift
-    assert choose_heads(causal_2k, 64, 1, step_bytes, 132) == 1
-    assert choose_heads(causal_2k[:0], 64, 8, step_bytes, 132) == 8
-    assert 6 % choose_heads(causal_2k, 12, 6, step_bytes, 132) == 0
+    causal_2k, causal_32k = torch.arange(32, 0, -2), torch.arange(512, 0, -2)
+    assert choose_heads(causal_2k, 64, 8, 132) == 2  # 128 items of all heads would leave most processors idle
+    assert choose_heads(causal_32k, 64, 8, 132) == 1  # drift
+    assert choose_heads(torch.full((64,), 128), 64, 8, 132) == 8  # even work
+    assert choose_heads(torch.tensor([16, 18, *[18] * 60, 10, 2]), 64, 8, 132) == 8  # a window
+    assert choose_heads(causal_2k, 64, 1, 132) == 1
+    assert choose_heads(causal_2k[:0], 64, 8, 132) == 8
+    assert 6 % choose_heads(causal_2k, 12, 6, 132) == 0
 
 
 def test_heads_with_masks_of_their_own_share_key_tiles() -> None:
-    schedule = plan_backward(random_plan(1, 4), ROWS, 2, 4, 2, 1024, 132)
+    schedule = plan_backward(random_plan(1, 4), ROWS, 2, 4, 2, 132)
     begin = schedule.plan.tile_begin.view(4, -1)
     assert (begin == begin[0]).all() and (begin[0] == torch.arange(0, 700, KEY_TILE)).all()
 

@@ -198,7 +198,7 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
 def backward_schedule(request: AttentionRequest, instance: BackwardInstance) -> BackwardSchedule:
     """Key tiles of the request's plan, kept as long as the plan's tensors are."""
     batch, heads = request.q.shape[:2]
-    sizes = (instance.rows, batch, heads, request.k.shape[1], instance.head_dim * 8)
+    sizes = (instance.rows, batch, heads, request.k.shape[1])
     processors = multiprocessors(request.q.device.index)
 
     def build() -> BackwardSchedule:

@@ -5,6 +5,7 @@ Shape legend: N key tiles over all mask batch entries and mask heads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,13 @@ from magi_flex.tiles import TilePlan, build_tile_plan
 
 KEY_TILE = 128
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
-# Costs of a work item in steps: loads and the drained pipeline; adding dK and dV to float32 sums on top.
-_ITEM_STEPS, _SPLIT_STEPS = 5.0, 3.0
-# Items of different lengths drift apart and then work on different query heads.  Where the rows of these do not fit
-# into L2 the float32 sums go to memory, which costs about this much.
-_DRIFT_FACTOR, _DRIFT_BYTES = 1.06, 24 << 20
+# Cost model in steps, fitted to timings (docs/ffa.md): a work item's loads and drained pipeline; for each key tile whose
+# dK and dV are summed in memory, clearing and converting the sums; what longest-first order leaves at the end, of the
+# longest item.
+_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 2.0, 5.0, 0.15
+# Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
+# heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads.
+_DRIFT = 0.1
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,13 @@ class BackwardSchedule:
 
 
 def plan_backward(
-    plan: MaskPlan, rows: int, batch: int, heads: int, kv_heads: int, row_bytes: int, processors: int
+    plan: MaskPlan, rows: int, batch: int, heads: int, kv_heads: int, processors: int
 ) -> BackwardSchedule:
     """The schedule of a backward pass with ``rows`` query rows a step.
 
     Args:
         plan: the mask.
         batch, heads, kv_heads: of q and k.
-        row_bytes: what a visit of one query row reads and sums into (Q, dO, dQ).
         processors: multiprocessors that share the work.
     """
     group = heads // kv_heads
@@ -56,31 +58,38 @@ def plan_backward(
     # Heads that share a key/value head also share its key tiles, which only the fixed grid promises between masks.
     ragged = mask_heads == 1 or group == 1
     tiles = build_tile_plan(plan, rows, KEY_TILE, transposed=True, ragged=ragged, run_align=ROW_GROUP)
-    steps = tile_steps(tiles)
     copies = (heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-    split = choose_heads(steps, copies, group, rows * row_bytes, processors)
+    split = choose_heads(tile_steps(tiles), copies, group, processors)
     return make_backward_schedule(tiles, mask_heads, split)
 
 
-def choose_heads(steps_N: Tensor, copies: int, group: int, step_bytes: int, processors: int) -> int:
+def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> int:
     """Query heads of a work item: the divisor of ``group`` with the least estimated time.
 
-    The estimate: all steps and items shared evenly, plus half of the longest item, which is where longest-first order
-    leaves the processors; for items of one length the number of rounds.  (Reads two numbers from the device.)
+    Args:
+        steps_N: steps of each key tile for one query head.
+        copies: (batch, query head) pairs that share the tiles.
+
+    The estimate: all steps and items shared evenly, with the penalty of drift, plus the tail, but no less than the
+    longest item; for items of one length the number of rounds.  (Reads three numbers from the device.)
     """
-    if group == 1 or not steps_N.numel():
+    tiles = steps_N.numel()
+    if group == 1 or not tiles:
         return group
-    total, longest = (float(x) for x in torch.stack((steps_N.sum(), steps_N.max())).tolist())
-    even = longest * steps_N.numel() <= 1.05 * total
-    drifts = not even and longest * step_bytes > _DRIFT_BYTES
+    numbers = torch.stack((steps_N.sum(), steps_N.max(), (steps_N.diff() != 0).sum())).tolist()
+    total, longest, changes = (float(x) for x in numbers)
+    even = longest * tiles <= 1.05 * total
+    drift = _DRIFT if 2 * changes > tiles else 0.0
 
     def cost(heads: int) -> float:
-        items = steps_N.numel() * copies / heads
-        item_steps = _ITEM_STEPS + (_SPLIT_STEPS if heads < group else 0)
+        items = tiles * copies / heads
+        sums = _BLOCK_STEPS * tiles * copies / group / processors if heads < group else 0.0
+        longest_item = longest * heads + _ITEM_STEPS
         if even:
-            return -(-items // processors) * (longest * heads + item_steps)
-        shared = (total * copies + items * item_steps) / processors
-        return shared * (_DRIFT_FACTOR if drifts and heads > 1 else 1) + longest * heads / 2
+            return -(-items // processors) * longest_item + sums
+        shared = (total * copies + items * _ITEM_STEPS) / processors + sums
+        shared *= 1 + drift * (math.log2(heads) / 3) ** 2
+        return max(shared + _TAIL * longest_item, longest_item)
 
     return min((h for h in range(group, 0, -1) if group % h == 0), key=cost)
 

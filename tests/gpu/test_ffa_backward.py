@@ -204,7 +204,7 @@ def test_only_the_tensor_is_written() -> None:
     exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
     frames = [torch.full((1, heads + 2, length + 32, 192), 7.0, device="cuda", dtype=q.dtype) for _ in range(3)]
     inner = [frame[:, 1:-1, 16:-16, 32:-32] for frame in frames]
-    schedule = plan_backward(plan, 64, 1, heads, heads, 1024, 132)
+    schedule = plan_backward(plan, 64, 1, heads, heads, 132)
     out, lse = exact.out.to(q.dtype), exact.lse.float()
     instance = BackwardInstance(q.dtype, 128)
     launch_backward(instance, q, k, v, out, lse, d_out, None, plan.intervals, schedule, 0.1, *inner)
@@ -222,7 +222,7 @@ def test_cuda_graph_replays() -> None:
     q, k, v, d_out = inputs(sizes)
     exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
     request, out, lse = AttentionRequest(q, k, v, plan, 0.1), exact.out.to(q.dtype), exact.lse.float()
-    schedule = plan_backward(plan, 64, 2, 16, 2, 1024, 132)
+    schedule = plan_backward(plan, 64, 2, 16, 2, 132)
     results = [torch.empty_like(x) for x in (q, k, v)]
     instance = BackwardInstance(q.dtype, 128)
 
