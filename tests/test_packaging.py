@@ -97,7 +97,10 @@ def test_no_file_imports_upward() -> None:
                     imported = [f"{node.module}.{alias.name}" for alias in node.names]
                 for target in imported:
                     floor = floor_of(target, table)
-                    assert floor is None or floor <= floor_of(module, table), f"{path}:{node.lineno} imports {target}"
+                    assert floor is None or floor <= floor_of(module, table), (
+                        f"{path}:{node.lineno} imports {target} from floor {floor}; docs/design.md has the floors "
+                        f"(what it does not name belongs to its package's floor)"
+                    )
 
 
 @pytest.mark.parametrize(
