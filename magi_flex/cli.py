@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         print(f"magi-flex {args.command}: {error}", file=sys.stderr)
         return 2
 
