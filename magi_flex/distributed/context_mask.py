@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from magi_flex.canonical_mask import CanonicalMaskMod
@@ -200,11 +201,21 @@ class ContextMaskMod:
     plans.
     """
 
-    def __init__(self, handle: Tensor, q_position: Tensor, kv_position: Tensor, mask_mod: CanonicalMaskMod) -> None:
+    def __init__(
+        self,
+        handle: Tensor,
+        q_position: Tensor,
+        kv_position: Tensor,
+        mask_mod: CanonicalMaskMod,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+    ) -> None:
         self.handle = handle
         self.q_position = q_position
         self.kv_position = kv_position
         self.mask_mod = mask_mod
+        self.mesh = mesh
+        self.mesh_dim = mesh_dim
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         is_ours = self.handle[0, 0, 0] == MAGIC
