@@ -4,26 +4,27 @@ Ours comes from the same dispatch, needed key ranges and stage choice that a run
 all-gather and stock context parallelism are computed beside it under the same figures.
 
 Model.  A kernel runs at its rate times the share of attended pairs in the 128 x 128 tiles that it visits, and a launch
-on top.  A rank moves bytes inside its node and over the network at the two bandwidths, both at the same time.  Exchanges
-synchronise: a stage arrives when the rank with the most bytes is done.  The slowest rank counts.
+on top.  A rank moves bytes inside its node and over the network at the two bandwidths, both at the same time.
+Exchanges synchronise: a stage arrives when the rank with the most bytes is done.  The slowest rank counts.
 
 Shape legend: P ranks, C chunks, M nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from magi_flex.distributed.cost_model import MAX_STAGES, Costs, Shape, pipeline_seconds
+from magi_flex.distributed.cost_model import MAX_STAGES, Costs, Shape, pipeline
 from magi_flex.distributed.dispatch import (
     Dispatch,
     chunk_areas,
     dispatch_min_heap,
     even_row_counts,
+    expand_ranges,
     solve_dispatch,
 )
 from magi_flex.distributed.key_ranges import KeyRanges, held_pieces, needed_ranges, overlaps
@@ -151,7 +152,7 @@ class Simulation:
         for i, rank in enumerate(ranks):
             rows = self.mask.take_rows(dispatch.rows(rank))
             part = slice(int(needed.ptr[i]), int(needed.ptr[i + 1]))
-            every = torch.cat([torch.arange(b, e) for b, e in zip(needed.begin[part], needed.end[part], strict=True)])
+            every = expand_ranges(needed.begin[part], needed.end[part])
             for share, keys in zip(shares, (dispatch.rows(rank), every), strict=True):
                 local = rows.take_keys(keys)
                 tiles = count_tiles(MaskPlan(local), TILE, TILE)
@@ -188,7 +189,7 @@ class Simulation:
         best = (float("inf"), 1, 0)
         for stages in range(1, MAX_STAGES + 1 if float(rows.total) else 2):
             seconds_P = [
-                pipeline_seconds(local, total - local, communication, stages, costs.latency, costs.launch)
+                pipeline(local, total - local, communication, stages, costs)[-1].end
                 for local, total in zip(local_P.tolist(), total_P.tolist(), strict=True)
             ]
             slowest = max(range(len(seconds_P)), key=seconds_P.__getitem__)
@@ -402,19 +403,15 @@ def _timeline(
     local: float, remote: float, communication: float, stages: int, costs: Costs, backward: bool
 ) -> list[Span]:
     """The slowest rank's spans, in microseconds."""
-    arrive = communication / stages + costs.latency
-    compute = remote / stages + costs.launch
     if communication == 0:
         return [Span("local", COMPUTE, 0.0, (local + remote) * 1e6)]
     spans = [Span("local", COMPUTE, 0.0, (local + costs.launch) * 1e6)]
-    sent, done = 0.0, local + costs.launch
-    for stage in range(stages):
-        arrived = sent + arrive
-        spans.append(Span(f"keys of stage {stage}", NETWORK, sent * 1e6, arrived * 1e6))
-        begin = max(done, arrived)
-        spans.append(Span(f"stage {stage}", COMPUTE, begin * 1e6, (begin + compute) * 1e6))
+    returned = 0.0
+    for i, stage in enumerate(pipeline(local, remote, communication, stages, costs)):
+        spans.append(Span(f"keys of stage {i}", NETWORK, stage.sent * 1e6, stage.arrived * 1e6))
+        spans.append(Span(f"stage {i}", COMPUTE, stage.begin * 1e6, stage.end * 1e6))
         if backward:
-            end = begin + compute
-            spans.append(Span(f"gradients of stage {stage}", REDUCTION, end * 1e6, (end + arrive / 2) * 1e6))
-        sent, done = begin, begin + compute
+            sent = max(stage.end, returned)
+            returned = sent + (stage.arrived - stage.sent) / 2
+            spans.append(Span(f"gradients of stage {i}", REDUCTION, sent * 1e6, returned * 1e6))
     return spans
