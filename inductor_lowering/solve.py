@@ -19,7 +19,7 @@ from inductor_lowering.key_values import KeyValues
 from inductor_lowering.mask_program import MaskProgram
 from magi_flex.intervals import RowIntervals
 
-MAX_SLOTS = 64  # intervals of a row that a formula may need before the rows are evaluated pair by pair
+MAX_SLOTS = 16  # intervals of a row that a formula may need before the rows are evaluated pair by pair
 _GRID_ELEMENTS = 1 << 24  # most elements of a reduced grid for one part of the rows
 _GRID_GAIN = 16  # and at least this many times fewer than there are pairs
 _MIRRORED = {"le": "ge", "ge": "le", "eq": "eq"}
@@ -96,31 +96,23 @@ class Solver:
         rows_BHQ = self._rows(formula.rows, first_row, domain.q_len)
         shapes = (domain.starts.shape[:2], rows_BHQ.shape[:2], formula.keys.shape_BH)
         batch, heads = torch.broadcast_shapes(*shapes)
-        if (1, 1) != formula.keys.shape_BH:
-            domain, rows_BHQ = domain.expand(batch, heads), rows_BHQ.expand(batch, heads, -1)
         keys, op = formula.keys.expand(batch, heads), formula.op
-        if keys.is_descending and not keys.is_ascending:
-            keys, op, rows_BHQ = keys.negated, _MIRRORED[op], -rows_BHQ
-        if keys.is_ascending:
+        if keys.is_ascending or keys.is_descending:
             self.rules["separable"] = None
-            begin, end = self._bounds_of(keys, op, rows_BHQ)
+            begin, end = bounds_in_monotone(keys, op, rows_BHQ)
             return _clip(domain, begin, end)
-        domain = domain.trim()
+        domain, rows_BHQ = domain.trim().expand(batch, heads), rows_BHQ.expand(batch, heads, -1)
         if op == "eq":
-            first, last = keys.equal_run_range(rows_BHQ.flatten(0, 1))
-            repeats = int((last - first).max()) if first.numel() else 0
+            first_GQ, last_GQ = keys.equal_run_range(rows_BHQ.flatten(0, 1))
+            # A label that returns often does not matter in rows that attend to nothing anyway.
+            attends_BHQ = (domain.ends > domain.starts).any(2)
+            count_BHQ = (last_GQ - first_GQ).view(rows_BHQ.shape) * attends_BHQ
+            repeats = int(count_BHQ.max()) if count_BHQ.numel() else 0
             if repeats <= 1 or repeats <= self._segments_inside(keys, domain):
-                return self._labels(keys, first, repeats, (last - first).view(rows_BHQ.shape), domain)
+                return self._labels(keys, first_GQ, repeats, count_BHQ, domain)
         if keys.negated.segments < keys.segments:
             keys, op, rows_BHQ = keys.negated, _MIRRORED[op], -rows_BHQ
         return self._segments(keys, op, rows_BHQ, domain)
-
-    def _bounds_of(self, keys: KeyValues, op: str, rows_BHQ: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin and end of the keys of an ascending sequence that compare, ``[B, H, Q or 1]``."""
-        rows_GQ = rows_BHQ.flatten(0, 1)
-        begin = keys.count_below(rows_GQ, or_equal=False) if op != "le" else torch.zeros_like(rows_GQ)
-        end = keys.count_below(rows_GQ, or_equal=True) if op != "ge" else torch.full_like(rows_GQ, self.kv_len)
-        return begin.view(rows_BHQ.shape), end.view(rows_BHQ.shape)
 
     def _labels(
         self, keys: KeyValues, first_GQ: Tensor, repeats: int, count_BHQ: Tensor, domain: RowIntervals
@@ -128,14 +120,14 @@ class Solver:
         """Keys whose label is the row's: the runs first, first + 1, ... of the label."""
         self._check_slots(repeats + domain.max_intervals, f"a label returns in {repeats} runs")
         self.rules["labels"] = None
-        slot_R = torch.arange(max(1, repeats), device=first_GQ.device)
-        begin, end = keys.runs_at(first_GQ[:, None] + slot_R[:, None])
         batch, heads, rows = count_BHQ.shape
-        end = torch.where(slot_R[:, None] < count_BHQ.flatten(0, 1)[:, None], end, 0)
-        shape = (batch, heads, len(slot_R), rows)
-        runs = RowIntervals.build(begin.view(shape), end.view(shape), self.kv_len)
+        slot_R1 = torch.arange(max(1, repeats), device=first_GQ.device)[:, None]
+        run_GRQ = (first_GQ[:, None] + slot_R1).expand(-1, -1, rows)
+        begin, end = (x.view(batch, heads, -1, rows) for x in keys.runs_at(run_GRQ))
+        end = torch.where(slot_R1 < count_BHQ[:, :, None], end, 0)
+        runs = RowIntervals.build(begin, end, self.kv_len)
         if rows != domain.q_len:
-            runs = RowIntervals(*(x.expand(-1, -1, -1, domain.q_len) for x in (runs.starts, runs.ends)), self.kv_len)
+            runs = runs.take_rows(torch.zeros(domain.q_len, dtype=torch.int64, device=end.device))
         return _checked(domain.intersect(runs))
 
     def _segments_inside(self, keys: KeyValues, domain: RowIntervals) -> int:
@@ -162,8 +154,7 @@ class Solver:
         valid = segment <= last_GRQ[:, :, None]
         segment = segment.clamp(max=keys.segments - 1)
         begin, end = _look_up(keys.drop_keys_GN, segment), _look_up(keys.drop_keys_GN, segment + 1)
-        groups = max(len(segment), rows_BHQ.shape[0] * rows_BHQ.shape[1])
-        target = rows_BHQ.flatten(0, 1)[:, None, None].expand(groups, *segment.shape[1:])
+        target = rows_BHQ.flatten(0, 1)[:, None, None].expand(segment.shape)
         try:
             if op != "le":
                 begin = torch.maximum(begin, keys.count_in_segment(target, segment, or_equal=False))
@@ -173,8 +164,7 @@ class Solver:
             raise TooManyIntervals(str(error)) from error
         starts, ends = (x.flatten(0, 1)[:, :, None].long() for x in (domain.starts, domain.ends))
         begin, end = torch.maximum(begin, starts), torch.where(valid, torch.minimum(end, ends), 0)
-        batch, heads = torch.broadcast_shapes(domain.starts.shape[:2], rows_BHQ.shape[:2])
-        shape = (batch, heads, -1, domain.q_len)
+        shape = (*domain.starts.shape[:2], -1, domain.q_len)
         return _checked(RowIntervals.build(begin.reshape(shape), end.reshape(shape), self.kv_len))
 
     @staticmethod
@@ -194,9 +184,9 @@ class Solver:
         by_key = {i: x for i, x in values.items() if i not in by_row}
         rows = slice(first_row, first_row + domain.q_len)
         by_row = {i: x[:, :, rows] if x.shape[2] == self.q_len else x for i, x in by_row.items()}
-        row_begin, row_number = _runs(by_row.values(), 2, domain.q_len, self.program.device)
+        row_begin, row_number = constant_runs(by_row.values(), 2, domain.q_len, self.program.device)
         if formula.step not in self._key_runs:
-            self._key_runs[formula.step] = _runs(by_key.values(), 3, self.kv_len, self.program.device)
+            self._key_runs[formula.step] = constant_runs(by_key.values(), 3, self.kv_len, self.program.device)
         key_begin, _ = self._key_runs[formula.step]
         batch, heads = torch.broadcast_shapes(domain.starts.shape[:2], *(x.shape[:2] for x in values.values()))
         size = len(row_begin) * len(key_begin) * batch * heads
@@ -213,6 +203,19 @@ class Solver:
         starts, ends = key_bound[classes.starts.long()], key_bound[classes.ends.long()]
         in_keys = RowIntervals.build(starts, ends.masked_fill(classes.ends == 0, 0), self.kv_len)
         return _checked(domain.intersect(in_keys.take_rows(row_number)))
+
+
+def bounds_in_monotone(keys: KeyValues, op: str, rows_BHQ: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin and end of the keys of a monotone sequence for which ``keys <op> rows``, int64 ``[B, H, Q or 1]``."""
+    if keys.shape_BH != (1, 1) and keys.shape_BH != rows_BHQ.shape[:2]:
+        batch, heads = torch.broadcast_shapes(keys.shape_BH, rows_BHQ.shape[:2])
+        keys, rows_BHQ = keys.expand(batch, heads), rows_BHQ.expand(batch, heads, -1)
+    if not keys.is_ascending:
+        keys, op, rows_BHQ = keys.negated, _MIRRORED[op], -rows_BHQ
+    rows_GQ = rows_BHQ.flatten(0, 1)
+    begin = keys.count_below(rows_GQ, or_equal=False) if op != "le" else torch.zeros_like(rows_GQ)
+    end = keys.count_below(rows_GQ, or_equal=True) if op != "ge" else torch.full_like(rows_GQ, keys.length)
+    return begin.view(rows_BHQ.shape), end.view(rows_BHQ.shape)
 
 
 def _rank(formula: Formula) -> int:
@@ -261,8 +264,8 @@ def _look_up(table_GN: Tensor, index: Tensor) -> Tensor:
     return table_GN[groups, index]
 
 
-def _runs(values: Iterable[Tensor], dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Runs along ``dim`` over which all values ``[B, H, Q, K]`` are constant: where each begins, and each place's run."""
+def constant_runs(values: Iterable[Tensor], dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Runs along ``dim`` over which all values are constant: where each run begins, and the run of each place."""
     changes = torch.zeros(length, dtype=torch.bool, device=device)
     changes[:1] = True
     for value in values:

@@ -1,6 +1,6 @@
-"""The general mask: evaluate the program tile by tile, only where the mask can be non-empty, in O(tile) memory.
+"""Rows that no rule covers: evaluate them as packed bits, only where the mask can be non-empty, in O(tile) memory.
 
-Shape legend: B batch, H query heads, Q query rows, K keys, C key columns (tiles of the plan builder's grid).
+Shape legend: B batch, H query heads, Q query rows, K keys, W words of 32 keys, C key columns (tiles of the builder).
 """
 
 from __future__ import annotations
@@ -10,31 +10,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from inductor_lowering.words import intervals_words
+from magi_flex.bit_tiles import unpack_bits
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlanBuilder
 
-TILE_ELEMENTS = 1 << 22  # mask elements evaluated at a time
+TILE_ELEMENTS = 1 << 22  # pairs evaluated at a time
 _MAX_GAPS = 4  # a band of keys may be at most this many times as wide as the columns that are evaluated in it
 
-# (rows [begin, end), keys [begin, end)) -> bool that broadcasts to [B, H, rows, keys]
-EvaluateTile = Callable[[tuple[int, int], tuple[int, int]], Tensor]
+# (rows [begin, end), keys [begin, end)) -> int32 words that broadcast to [B, H, Q, W]
+EvaluateWords = Callable[[tuple[int, int], tuple[int, int]], Tensor]
 
 
 def stream_rows(
     builder: MaskPlanBuilder,
-    evaluate: EvaluateTile,
+    evaluate: EvaluateWords | None,
     domain: RowIntervals,
-    always: RowIntervals | None,
-    first_row: int,
+    always: RowIntervals | None = None,
+    first_row: int = 0,
     element_cost: int = 1,
 ) -> None:
     """Give rows ``first_row``, ... of the mask to the builder: (domain AND evaluate) OR always.
 
-    ``element_cost`` is how many values the program holds for one mask element; tiles shrink by it.
+    Without ``evaluate`` every pair of the domain attends.
+    ``element_cost`` is how many values the program holds for one pair; tiles shrink by it.
     """
-    batch, heads = builder.batch, builder.heads
-    budget = TILE_ELEMENTS // max(1, batch * heads * element_cost)
-    rows_at_once = max(1, budget // max(1, domain.kv_len * builder.q_tile)) * builder.q_tile
+    budget = TILE_ELEMENTS // max(1, builder.batch * builder.heads * element_cost)
+    reach = int((domain.ends.amax((0, 1, 2)) - domain.starts.amin((0, 1, 2))).max()) if domain.q_len else 0
+    rows_at_once = builder.q_tile
+    # A band of rows along a diagonal reaches as many keys farther as it has rows.
+    while rows_at_once < domain.q_len and 2 * rows_at_once * min(domain.kv_len, reach + 2 * rows_at_once) <= budget:
+        rows_at_once *= 2
     for begin in range(0, domain.q_len, rows_at_once):
         end = min(domain.q_len, begin + rows_at_once)
         band = domain.take_rows(slice(begin, end))
@@ -44,47 +50,39 @@ def stream_rows(
 
 def _stream_band(
     builder: MaskPlanBuilder,
-    evaluate: EvaluateTile,
+    evaluate: EvaluateWords | None,
     domain: RowIntervals,
     always: RowIntervals | None,
     first_row: int,
     budget: int,
 ) -> None:
-    rows = domain.q_len
+    rows, kv_len = domain.q_len, domain.kv_len
+    lead = (builder.batch, builder.heads, rows)
     spans = _active_keys(domain if always is None else domain.union(always), builder.kv_tile)
     if not spans:
-        builder.add_intervals(RowIntervals.empty(rows, domain.kv_len, domain.starts.device))
+        builder.add_intervals(RowIntervals.empty(rows, kv_len, domain.starts.device))
         return
-    first, last = spans[0][0], spans[-1][1]
     keys_at_once = max(1, budget // (rows * builder.kv_tile)) * builder.kv_tile
 
     def tile(begin: int, end: int) -> Tensor:
-        mask = evaluate((first_row, first_row + rows), (begin, end))
-        mask = mask.expand(builder.batch, builder.heads, rows, end - begin)
-        mask = mask & _restrict(domain, begin, end).to_dense()
-        return mask if always is None else mask | _restrict(always, begin, end).to_dense()
+        words = intervals_words(domain, (begin, end))
+        if evaluate is not None:
+            words = words & evaluate((first_row, first_row + rows), (begin, end))
+        return words if always is None else words | intervals_words(always, (begin, end))
 
+    first, last = spans[0][0], spans[-1][1]
     if last - first <= _MAX_GAPS * sum(end - begin for begin, end in spans):
-        band_BHQK = torch.zeros(
-            builder.batch, builder.heads, rows, last - first, dtype=torch.bool, device=domain.starts.device
-        )
+        band_BHQW = torch.zeros(*lead, -(-(last - first) // 32), dtype=torch.int32, device=domain.starts.device)
         for begin, end in _split(spans, keys_at_once):
-            band_BHQK[..., begin - first : end - first] = tile(begin, end)
-        builder.add_rows(band_BHQK, first)
+            band_BHQW[..., (begin - first) // 32 : -(-(end - first) // 32)] = tile(begin, end)
+        builder.add_words(band_BHQW, first)
         return
-    parts = [
-        RowIntervals.from_dense(tile(begin, end)).shift(begin, domain.kv_len)
-        for begin, end in _split(spans, keys_at_once)
-    ]
-    starts = torch.cat([x.starts for x in parts], 2)
-    ends = torch.cat([x.ends for x in parts], 2)
-    builder.add_intervals(RowIntervals.build(starts, ends, domain.kv_len))
-
-
-def _restrict(domain: RowIntervals, begin: int, end: int) -> RowIntervals:
-    """The part inside keys [begin, end), renumbered from 0."""
-    starts, ends = domain.starts.clamp(begin, end) - begin, domain.ends.clamp(begin, end) - begin
-    return RowIntervals(starts, ends, end - begin)
+    parts = []
+    for begin, end in _split(spans, keys_at_once):
+        mask_BHQK = unpack_bits(tile(begin, end))[..., : end - begin]
+        parts.append(RowIntervals.from_dense(mask_BHQK.expand(*lead, end - begin)).shift(begin, kv_len))
+    starts, ends = (torch.cat([getattr(x, name) for x in parts], 2) for name in ("starts", "ends"))
+    builder.add_intervals(RowIntervals.build(starts, ends, kv_len))
 
 
 def _active_keys(domain: RowIntervals, kv_tile: int) -> list[tuple[int, int]]:

@@ -15,11 +15,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from inductor_lowering.block_lists import BlockRows
+from inductor_lowering.canonical import find_canonical
 from inductor_lowering.capture import MaskMod, trace_mask_mod
+from inductor_lowering.formula import Formula
 from inductor_lowering.mask_program import MaskProgram
 from inductor_lowering.separate import separate
 from inductor_lowering.solve import Solver
 from inductor_lowering.stream import stream_rows
+from inductor_lowering.words import WordEvaluator, pack_keys
 from magi_flex.bit_tiles import BitTiles, unpack_bits
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
@@ -145,21 +148,9 @@ def plan_from_lists(
             f"mask_plan: is for {mask_plan.q_len} x {mask_plan.kv_len} rows x keys, but the lists are for "
             f"{q_len} x {kv_len}; give both the same lengths"
         )
-    shapes = [(x.batch, x.heads) for x in (partial, full) if x is not None]
-    if mask_plan is not None:
-        shapes.append(tuple(mask_plan.starts.shape[:2]))
-    builder = MaskPlanBuilder(max(b for b, _ in shapes), max(h for _, h in shapes), q_len, kv_len, kv_indices.device)
-    for begin in range(0, q_len, ROWS_AT_ONCE):
-        end = min(q_len, begin + ROWS_AT_ONCE)
-        domain, always = partial.rows(begin, end), full.rows(begin, end) if full is not None else None
-        if mask_plan is None:
-            builder.add_intervals(domain if always is None else domain.union(always))
-        elif mask_plan.bit_tiles is None:
-            inside = domain.intersect(mask_plan.intervals.take_rows(slice(begin, end)))
-            builder.add_intervals(inside if always is None else inside.union(always))
-        else:
-            stream_rows(builder, lambda rows, keys: mask_plan_tile(mask_plan, rows, keys), domain, always, begin)
-    return builder.finish()
+    if mask_plan is None:
+        mask_plan = MaskPlan(RowIntervals.full(q_len, kv_len, kv_indices.device))
+    return restrict_plan(mask_plan, partial, full)
 
 
 def plan_with_report(
@@ -173,12 +164,23 @@ def plan_with_report(
     domain: BlockRows | None = None,
     always: BlockRows | None = None,
 ) -> tuple[MaskPlan, PlanReport]:
-    """The plan of (domain AND program) OR always, and how it was found."""
+    """The plan of (domain AND program) OR always, and how it was found.
+
+    ``domain`` (default: everything) and ``always`` (default: nothing) are the blocks that a BlockMask lists as partial
+    and as full.
+    """
+    canonical = find_canonical(program, captures)
+    if canonical is not None:
+        plan = canonical.plan(captures, kv_len)
+        _check_sizes(plan, batch, heads, q_len)
+        if domain is not None or not _is_within(plan, q_len, kv_len):
+            plan = restrict_plan(plan, domain or BlockRows.full(q_len, kv_len, device), always)
+        return plan, PlanReport(rules=["canonical"])
     mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
     domain = domain or BlockRows.full(q_len, kv_len, device)
     solver, formula = Solver(mask), separate(mask)
     report = PlanReport()
-    rows = _RowCollector(mask, [x for x in (domain, always) if x is not None])
+    rows = _RowCollector(mask, formula, [x for x in (domain, always) if x is not None])
     for begin in range(0, q_len, ROWS_AT_ONCE):
         end = min(q_len, begin + ROWS_AT_ONCE)
         inside, reasons = solver.solve(formula, domain.rows(begin, end), begin)
@@ -195,11 +197,51 @@ def plan_with_report(
     return rows.finish(), report
 
 
+def restrict_plan(plan: MaskPlan, domain: BlockRows, always: BlockRows | None = None) -> MaskPlan:
+    """The plan of (domain AND plan) OR always, in the lengths of ``domain``, which has no more rows than ``plan``."""
+    shapes = [(x.batch, x.heads) for x in (domain, always) if x is not None] + [plan.starts.shape[:2]]
+    q_len, kv_len = domain.q_len, domain.blocks.kv_len
+    builder = MaskPlanBuilder(max(b for b, _ in shapes), max(h for _, h in shapes), q_len, kv_len, plan.device)
+    for begin in range(0, q_len, ROWS_AT_ONCE):
+        end = min(q_len, begin + ROWS_AT_ONCE)
+        inside, outside = domain.rows(begin, end), None if always is None else always.rows(begin, end)
+        if plan.bit_tiles is None:
+            rows = plan.intervals.take_rows(slice(begin, end))
+            inside = inside.intersect(RowIntervals.build(rows.starts, rows.ends, kv_len))
+            stream_rows(builder, None, inside, outside)
+        else:
+            stream_rows(builder, lambda rows, keys: pack_keys(mask_plan_tile(plan, rows, keys)), inside, outside, begin)
+    return builder.finish()
+
+
+def _check_sizes(plan: MaskPlan, batch: int, heads: int, q_len: int) -> None:
+    for name, has, wanted in zip(("batch", "heads"), plan.starts.shape[:2], (batch, heads), strict=False):
+        if has not in (1, wanted):
+            raise ValueError(f"mask: was made for {name} {has}, but {name} is {wanted}; 1 or {wanted} is needed")
+    if plan.q_len < q_len:
+        raise ValueError(f"mask: has {plan.q_len} rows, but q_len is {q_len}; make it for at least {q_len} rows")
+
+
+def _is_within(plan: MaskPlan, q_len: int, kv_len: int) -> bool:
+    """Whether the plan is already one for these lengths."""
+    if plan.q_len != q_len or (plan.starts.numel() and int(torch.maximum(plan.starts, plan.ends).max()) > kv_len):
+        return False
+    bits = plan.bit_tiles
+    if bits is None or not bits.cols.numel():
+        return True
+    last = int(bits.cols.max())
+    if last >= -(-kv_len // bits.kv_tile):
+        return False
+    slots = bits.slot[(bits.cols == kv_len // bits.kv_tile) & (bits.slot >= 0)].long()
+    return not bool(unpack_bits(bits.bits[slots])[..., kv_len % bits.kv_tile :].any())
+
+
 class _RowCollector:
     """Parts of a plan's rows, in order: joined as they are while all have few intervals, else through a builder."""
 
-    def __init__(self, mask: MaskProgram, regions: Sequence[BlockRows]) -> None:
-        self.mask = mask
+    def __init__(self, mask: MaskProgram, formula: Formula, regions: Sequence[BlockRows]) -> None:
+        self.mask, self.formula = mask, formula
+        self.evaluator = WordEvaluator(mask)
         depends = mask.steps[mask.result].depends
         self.batch = max([mask.sizes["b"] if "b" in depends else 1, *(x.batch for x in regions)])
         self.heads = max([mask.sizes["h"] if "h" in depends else 1, *(x.heads for x in regions)])
@@ -208,20 +250,21 @@ class _RowCollector:
 
     def add(self, intervals: RowIntervals) -> None:
         intervals = intervals.trim()
-        if self.builder is None and intervals.max_intervals <= CHEAP_INTERVALS:
+        if intervals.max_intervals > CHEAP_INTERVALS:
+            stream_rows(self._through_builder(), None, intervals)
+        elif self.builder is None:
             self.parts.append(intervals)
         else:
-            self._through_builder().add_intervals(intervals)
+            self.builder.add_intervals(intervals)
 
     def stream(self, domain: RowIntervals, always: RowIntervals | None, first_row: int) -> None:
-        mask = self.mask
         stream_rows(
             self._through_builder(),
-            lambda rows, keys: mask.tile_value(mask.result, rows, keys),
+            lambda rows, keys: self.evaluator.evaluate(self.formula, rows, keys),
             domain,
             always,
             first_row,
-            mask.element_cost,
+            self.mask.element_cost,
         )
 
     def _through_builder(self) -> MaskPlanBuilder:

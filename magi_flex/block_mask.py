@@ -5,6 +5,8 @@ Shape legend: B mask batch, H mask head (1 = shared), R intervals of a row, Q qu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as stock
@@ -12,10 +14,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from inductor_lowering.capture import MaskMod
 from inductor_lowering.to_intervals import mask_plan_tile, plan_from_block_mask, plan_from_mask_mod
+from magi_flex.attn_slices import Ranges, plan_from_attn_slices
 from magi_flex.canonical_mask import CanonicalMaskMod
 from magi_flex.mask_plan import MaskPlan
 
-__all__ = ["CanonicalMaskMod", "block_mask_from_plan", "create_block_mask", "plan"]
+__all__ = ["CanonicalMaskMod", "block_mask_from_plan", "create_block_mask", "from_attn_slices", "plan"]
 
 _FINEST_BLOCK = 128
 _MOST_BLOCKS = 128  # blocks of an axis, unless the user asks for a block size
@@ -56,6 +59,30 @@ def create_block_mask(
             raise ValueError(f"{name}: is {size}; a size of at least {1 if name in 'BH' else 0} is needed")
     mask_plan = plan_from_mask_mod(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, _device(device))
     return block_mask_from_plan(mask_plan, BLOCK_SIZE, separate_full_blocks)
+
+
+def from_attn_slices(
+    q_ranges: Ranges,
+    k_ranges: Ranges,
+    types: Sequence[str | int],
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] | None = None,
+) -> BlockMask:
+    """The BlockMask of a list of AttnSlices (MagiAttention's form of a mask), as create_block_mask makes it.
+
+    Args:
+        q_ranges, k_ranges: ``[begin, end)`` of queries and of keys of each slice.
+        types: "full", "causal", "inv_causal" or "bi_causal" of each slice (or 0 to 3).
+        q_len, kv_len: lengths in tokens.
+        device, BLOCK_SIZE: as create_block_mask takes them.
+    Raises:
+        ValueError: for ranges outside of the lengths, unknown types, and lists of different lengths.
+    """
+    return block_mask_from_plan(
+        plan_from_attn_slices(q_ranges, k_ranges, types, q_len, kv_len, _device(device)), BLOCK_SIZE
+    )
 
 
 def block_mask_from_plan(

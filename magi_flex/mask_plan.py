@@ -19,6 +19,7 @@ from magi_flex.tiles import TilePlan, build_tile_plan
 __all__ = ["BitTiles", "MaskPlan", "MaskPlanBuilder"]
 
 CHEAP_INTERVALS = 8  # up to here a kernel masks a row's intervals for less than it costs to read bits
+MOST_INTERVALS = 32  # no plan has more: kernels loop over R, and the canonical mask_mod is unrolled
 _BAND_ELEMENTS = 1 << 22  # dense elements that from_dense encodes at a time
 
 
@@ -140,16 +141,21 @@ class MaskPlanBuilder:
                 f"mask: has the keys from {first_key} to {end}; both must be multiples of {self.kv_tile}, or the end "
                 f"the last key, {self.kv_len}"
             )
+        missing = -keys % 32
+        self.add_words(pack_bits(torch.nn.functional.pad(mask_BHQK, (0, missing)) if missing else mask_BHQK), first_key)
+
+    def add_words(self, words_BHQW: Tensor, first_key: int = 0) -> None:
+        """As add_rows, with the keys packed as pack_bits does; bits past ``kv_len`` must be 0."""
+        rows, words = words_BHQW.shape[2:]
         tiles, tile_T = self._next_row_tiles(rows)
-        if not mask_BHQK.numel():
+        if not words_BHQW.numel():
             return
-        padding = (0, -keys % self.kv_tile, 0, tiles * self.q_tile - rows)
-        padded = torch.nn.functional.pad(mask_BHQK, padding) if any(padding) else mask_BHQK
-        words = pack_bits(padded).view(batch * heads, tiles, self.q_tile, -1)
-        self._encode(words.flatten(0, 1), tile_T, first_key // self.kv_tile)
+        padding = (0, -words % (self.kv_tile // 32), 0, tiles * self.q_tile - rows)
+        padded = torch.nn.functional.pad(words_BHQW, padding) if any(padding) else words_BHQW
+        self._encode(padded.reshape(len(tile_T), self.q_tile, -1), tile_T, first_key // self.kv_tile)
 
     def add_intervals(self, intervals: RowIntervals) -> None:
-        """The next rows, in canonical form, with any number of intervals a row; B and H may be 1."""
+        """The next rows, in canonical form; B and H may be 1.  Rows of many intervals cost less as words."""
         if intervals.kv_len != self.kv_len:
             raise ValueError(f"intervals: have {intervals.kv_len} keys; {self.kv_len} are needed")
         intervals = intervals.expand(self.batch, self.heads)
@@ -168,15 +174,9 @@ class MaskPlanBuilder:
         cells = tile.repeat(2) * self._col_tiles + cols
         partial_T = torch.bincount(cells.unique() // self._col_tiles, minlength=self._all_row_tiles)[tile_T]
         bit_bytes_T = partial_T * (self.q_tile * self.kv_tile // 8 + 8)
-        need_GTQ = need_GQ.unflatten(1, (tiles, self.q_tile))
-        need_T, run_bytes_T = need_GTQ.amax(2).flatten(), 8 * need_GTQ.sum(2).flatten()
-        as_runs_T = (need_T <= self.max_intervals) | (run_bytes_T <= bit_bytes_T)
-        self._needs.append((tile_T[as_runs_T], need_T[as_runs_T], bit_bytes_T[as_runs_T]))
-        to_bits = torch.zeros(self._all_row_tiles, dtype=torch.bool, device=self.device)
-        to_bits[tile_T[~as_runs_T]] = True
-        moved = to_bits[tile]
-        self._runs.append((row[~moved], starts[~moved], ends[~moved]))
-        self._expand(tile[moved], row[moved], starts[moved], ends[moved])
+        need_T = need_GQ.unflatten(1, (tiles, self.q_tile)).amax(2).flatten()
+        self._needs.append((tile_T, need_T, bit_bytes_T))
+        self._runs.append((row, starts, ends))
 
     def _next_row_tiles(self, rows: int) -> tuple[int, Tensor]:
         """How many row tiles of each head ``rows`` more rows are, and their numbers over B, H and T."""
@@ -200,7 +200,7 @@ class MaskPlanBuilder:
         need_T = runs_TQ.amax(1)
         full_TC, partial_TC = self._classify(words_TQW, tile_T, first_col)
         bit_bytes_T = self._bit_bytes(full_TC, partial_TC)
-        as_runs_T = (need_T <= self.max_intervals) | (8 * runs_TQ.sum(1) <= bit_bytes_T)
+        as_runs_T = self._as_runs(need_T, 8 * runs_TQ.sum(1), bit_bytes_T)
         self._needs.append((tile_T[as_runs_T], need_T[as_runs_T], bit_bytes_T[as_runs_T]))
         row, starts = _positions(rises_TQW[as_runs_T].flatten(0, 1))
         _, ends = _positions(falls_TQW[as_runs_T].flatten(0, 1))
@@ -209,6 +209,10 @@ class MaskPlanBuilder:
         self._runs.append((row, starts + first_key, ends + first_key))
         as_bits_T = ~as_runs_T
         self._hold_bits(words_TQW[as_bits_T], tile_T[as_bits_T], full_TC[as_bits_T], partial_TC[as_bits_T], first_col)
+
+    def _as_runs(self, need_T: Tensor, run_bytes_T: Tensor, bit_bytes_T: Tensor) -> Tensor:
+        """Row tiles to hold as runs for now."""
+        return (need_T <= self.max_intervals) | ((need_T <= MOST_INTERVALS) & (run_bytes_T <= bit_bytes_T))
 
     def _global_row(self, tile: Tensor, row: Tensor) -> Tensor:
         head, tile_in_head = tile // self._row_tiles, tile % self._row_tiles
@@ -263,6 +267,7 @@ class MaskPlanBuilder:
         as_bits_up_to = bit_bytes[order].cumsum(0)
         slots, count = need.unique_consecutive(return_counts=True)
         as_bits = as_bits_up_to[-1] - as_bits_up_to[count.cumsum(0) - 1]
+        slots, as_bits = slots[slots <= max(least, MOST_INTERVALS)], as_bits[slots <= max(least, MOST_INTERVALS)]
         return int(slots[(8 * slots * self.batch * self.heads * self.q_len + as_bits).argmin()])
 
     def _expand(self, tile: Tensor, row: Tensor, starts: Tensor, ends: Tensor) -> None:

@@ -167,7 +167,8 @@ class _Sizes:
         """Ids and positions of packed documents: lengths between 16 and 4096 tokens, all octaves alike."""
         total = self.longest if length is None else length
         generator = torch.Generator("cpu").manual_seed(0)
-        ids, positions = [], []
+        ids: list[Tensor] = []
+        positions: list[Tensor] = []
         while total > 0:
             size = min(total, int(2 ** (4 + 8 * float(torch.rand((), generator=generator, device="cpu")))))
             ids.append(torch.full((size,), len(ids), dtype=torch.int32, device=self.device))
@@ -197,8 +198,8 @@ def _document_prefix_lm(s: _Sizes) -> MaskMod:
 
 def _jagged(s: _Sizes) -> MaskMod:
     parts = 8
-    offsets = [torch.arange(parts + 1, device=s.device) * n // parts for n in (s.q_len, s.kv_len)]
-    return jagged(*offsets, s.q_len, s.kv_len)
+    q_offsets, kv_offsets = (torch.arange(parts + 1, device=s.device) * n // parts for n in (s.q_len, s.kv_len))
+    return jagged(q_offsets, kv_offsets, s.q_len, s.kv_len)
 
 
 def _shared_prefix(s: _Sizes) -> MaskMod:
