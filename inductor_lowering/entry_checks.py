@@ -15,9 +15,10 @@ import torch.nn.attention.flex_attention as flex_attention_module
 from torch import Tensor
 
 from inductor_lowering.torch_compat import current_compiler
+from magi_flex.kernels.checks import check_inputs
 
 ACTIVE_BACKEND: str | None = None  # what enable() chose
-COMPILERS: set[Callable[..., Any]] = set()  # functions that compile with our kernels whether enabled or not
+COMPILERS: list[Callable[..., Any]] = []  # functions that compile with our kernels whether enabled or not
 
 _stock_validate_device = flex_attention_module._validate_device
 _stock_apply_kernel_options = flex_attention_module._apply_kernel_options
@@ -33,19 +34,22 @@ def install() -> None:
 
 @torch._dynamo.assume_constant_result
 def _compiling_with_us() -> bool:
-    return current_compiler() in COMPILERS
+    compiler = current_compiler()
+    return any(compiler is ours for ours in COMPILERS)
 
 
 def serving() -> bool:
     """Whether our kernels take the calls that are made, or compiled, now."""
-    return ACTIVE_BACKEND is not None or current_compiler() in COMPILERS
+    return ACTIVE_BACKEND is not None or _compiling_with_us()
 
 
 def _served_on_cpu(query: Tensor) -> bool:
-    return query.device.type == "cpu" and (ACTIVE_BACKEND is not None or _compiling_with_us())
+    return query.device.type == "cpu" and serving()
 
 
 def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if serving():
+        check_inputs(query, key, value)
     if not _served_on_cpu(query):
         _stock_validate_device(query, key, value)
 

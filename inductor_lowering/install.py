@@ -105,7 +105,7 @@ def magi_flex_backend(
 
 
 entry_checks.install()  # the stock checks, unless magi_flex compiles or is enabled
-entry_checks.COMPILERS.add(magi_flex_backend)
+entry_checks.COMPILERS.append(magi_flex_backend)
 if torch.distributed.is_available():
     importlib.import_module("magi_flex.distributed.sharding").install()  # FlexAttention on DTensors
 

@@ -65,6 +65,7 @@ class _TileProgramBuilder(ProgramBuilder):
         self.partly_indexed: dict[Node, tuple[Node, list[Any]]] = {}  # captures indexed in their leading dims only
 
     def build(self) -> FxProgram:
+        self._check_result()
         args = 0
         for node in used_nodes(self.module):
             if node.op == "placeholder":
@@ -81,12 +82,16 @@ class _TileProgramBuilder(ProgramBuilder):
                 self.add(node)
         return self.program()
 
+    def _check_result(self) -> None:
+        (output,) = self.module.graph.find_nodes(op="output")
+        if self.grad_arg is None and _rank(output.args[0]) > 0:
+            shape = tuple(output.args[0].meta["val"].shape)
+            raise InvalidMod(f"score_mod: returns a tensor of shape {shape}; one score (a 0-d tensor) is needed")
+
     def _call(self, node: Node, op: torch._ops.OpOverload) -> None:
         name = op._schema.name
-        if op._schema.is_mutable:
-            raise InvalidMod(f"{name} writes to its input: a score_mod may have no side effects")
         if torch.Tag.nondeterministic_seeded in op.tags:
-            raise InvalidMod(f"{name} is random: a score_mod must give the same value whenever it is called")
+            raise InvalidMod(f"score_mod: {name} is random; the same arguments must always give the same score")
         if name == "aten::index":
             return self._index(node, op)
         if name == "flex_lib::zeros_and_scatter":
@@ -107,7 +112,10 @@ class _TileProgramBuilder(ProgramBuilder):
             return self.append_call(node, torch.ops.aten.alias.default, node.args[:1])
         searches = name in ("aten::bucketize", "aten::searchsorted") and len(tiled_inputs) == 1
         if not searches and torch.Tag.pointwise not in op.tags and name not in _ELEMENTWISE_WITHOUT_TAG:
-            raise InvalidMod(f"{name} is not elementwise: a score_mod sees one score, not a row of them")
+            raise InvalidMod(
+                f"score_mod: {name} is no function of single elements; a score_mod sees one score, so reductions, "
+                f"sorting and top-k over queries or keys must be done before, and their result captured"
+            )
         return self.append_call(node, op, node.args, node.kwargs)
 
     def _index(self, node: Node, op: torch._ops.OpOverload) -> None:
@@ -157,8 +165,6 @@ class _TileProgramBuilder(ProgramBuilder):
         if any(x in self.partly_indexed for x in results):
             raise UnsupportedProgram("the result is a part of a captured tensor, not one value")
         if self.grad_arg is None:
-            if _rank(results[0]) > 0:
-                raise InvalidMod(f"the score_mod returns shape {tuple(results[0].meta['val'].shape)}, not one value")
             return self.encode(node.args[0])
         encoded = []
         for position, x in enumerate(results):

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
+_DETACH_IN_PLACE = torch.ops.aten.detach_.default  # how tracing leaves torch.tensor(number); it writes nothing
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
@@ -77,6 +78,17 @@ class FxProgram:
     def to_json(self) -> str:
         return json.dumps(list(self.steps), separators=(",", ":"))
 
+    def ending_at(self, step: int) -> FxProgram:
+        """The program, of the same arguments, that returns the value of ``step``."""
+        needed = {step}
+        for number in range(step, -1, -1):
+            if number in needed:
+                needed.update(_references(self.steps[number][1:]))
+        kept = [n for n, s in enumerate(self.steps) if n in needed or s[0] == "arg"]
+        renumbered = {old: new for new, old in enumerate(kept)}
+        steps = [_renumber(self.steps[n], renumbered) for n in kept]
+        return FxProgram((*steps, ["return", {"node": renumbered[step]}]))
+
     def run(
         self,
         args: Sequence[Any],
@@ -92,7 +104,8 @@ class FxProgram:
         Args:
             low_precision: the dtype to use where the graph converts to bfloat16 or float16 (a mod is traced with
                 scores in the query's dtype, while kernels hold them in float32).
-            attended: bool tile; scores elsewhere add nothing to the gradients of captures, not even NaN.
+            attended: bool tile; elsewhere captures may be indexed out of bounds, and nothing, not even NaN, is added
+                to their gradients.
         """
         values: list[Any] = []
         remaining = iter(args)
@@ -129,13 +142,39 @@ class FxProgram:
                 values.append(keep(decode(step[1])).sum())
             elif step[1] == "flex_lib::zeros_and_scatter":
                 shape, indices, tile = decode(step[3])
-                values.append(ScatterAdd(tuple(shape), [i.expand(tile.shape) for i in indices], keep(tile)))
+                values.append(ScatterAdd(tuple(shape), [keep(i).expand(tile.shape) for i in indices], keep(tile)))
+            elif step[1] == "aten::index":
+                values.append(_index(*decode(step[3]), attended))
             else:
                 namespace, name = step[1].split("::")
                 op = getattr(getattr(getattr(torch.ops, namespace), name), step[2])
                 kwargs = {k: decode(v) for k, v in step[4].items() if not (isinstance(v, dict) and "omit" in v)}
                 values.append(op(*decode(step[3]), **kwargs))
         raise UnsupportedProgram("the graph has no output")
+
+
+def _index(source: Tensor, indices: list[Tensor], attended: Tensor | None) -> Tensor:
+    """``source[indices]``, where bounds matter for attended scores only."""
+    if attended is not None and source.device.type != "cpu":  # elsewhere an index error cannot be caught
+        indices = [torch.where(attended, i, 0) for i in indices]
+    try:
+        return torch.ops.aten.index.Tensor(source, indices)
+    except IndexError:
+        if attended is None:
+            raise
+        return torch.ops.aten.index.Tensor(source, [torch.where(attended, i, 0) for i in indices])
+
+
+def _references(x: Any) -> list[int]:
+    if isinstance(x, dict):
+        return [x["node"]] if "node" in x else [n for y in x.values() for n in _references(y)]
+    return [n for y in x for n in _references(y)] if isinstance(x, (list, tuple)) else []
+
+
+def _renumber(x: Any, numbers: dict[int, int]) -> Any:
+    if isinstance(x, dict):
+        return {"node": numbers[x["node"]]} if "node" in x else {k: _renumber(y, numbers) for k, y in x.items()}
+    return [_renumber(y, numbers) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 class ProgramBuilder:
@@ -172,7 +211,7 @@ class ProgramBuilder:
         return len(self.steps) - 1
 
     def append_call(self, node: Node, op: torch._ops.OpOverload, args: Any, kwargs: Any = None) -> None:
-        if op is torch.ops.aten.detach_.default:  # how tracing leaves torch.tensor(number); it writes nothing
+        if op is _DETACH_IN_PLACE:
             op = torch.ops.aten.detach.default
         encoded = {k: self.encode(x) for k, x in (kwargs or {}).items()}
         self.append(["call", op._schema.name, op._overloadname, self.encode(args), encoded], node)
@@ -207,9 +246,15 @@ class ProgramBuilder:
 
 
 def used_nodes(module: GraphModule) -> list[Node]:
-    """The graph's nodes in order, without those that nothing depends on; all placeholders."""
+    """The graph's nodes in order, without those that nothing depends on; all placeholders.
+
+    Raises InvalidMod where a node writes to a tensor, used or not.
+    """
     used: set[Node] = set()
     for node in reversed(module.graph.nodes):
+        op = node.target
+        if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable and op is not _DETACH_IN_PLACE:
+            raise InvalidMod(f"{op._schema.name} writes to a tensor; a score_mod or mask_mod may have no side effects")
         if node.op in ("output", "placeholder") or node in used:
             used.add(node)
             used.update(node.all_input_nodes)

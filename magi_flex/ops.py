@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from magi_flex import plan_memo
+from magi_flex.kernels.checks import check_inputs, check_plan
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
@@ -118,9 +119,12 @@ def _plan(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def _expand_batch(x: Tensor, batch: int) -> Tensor:
+def _request(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
-    return x if x.shape[0] == batch else x.expand(batch, *x.shape[1:])
+    check_inputs(q, k, v)
+    check_plan(plan, q, k)
+    k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
+    return AttentionRequest(q, k, v, plan, scale, score)
 
 
 def run_forward(
@@ -135,7 +139,7 @@ def run_forward(
     out_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
-    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    request = _request(q, k, v, plan, scale, score)
     result = route(facts_of(request, needs_backward), backend).forward(request)
     return in_order(result.out, out_order), result.lse, result.max_score
 
@@ -157,7 +161,7 @@ def run_backward(
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(dq, dk, dv, gradients of the score mod's captures that want one, in order)."""
-    request = AttentionRequest(q, _expand_batch(k, q.shape[0]), _expand_batch(v, q.shape[0]), plan, scale, score)
+    request = _request(q, k, v, plan, scale, score)
     d_out = torch.zeros_like(out) if d_out is None else d_out
     grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
     dk, dv = (
@@ -185,8 +189,10 @@ def attention(
     needs_backward: bool,
     out_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
-    if MaskSpec.from_json(mask).sharded:
+    sharded = MaskSpec.from_json(mask).sharded
+    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    if sharded:
         run = sharded_attention().run_forward
         return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
     mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
@@ -222,8 +228,10 @@ def attention_backward(
     k_order: Sequence[int],
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
-    if MaskSpec.from_json(mask).sharded:
+    sharded = MaskSpec.from_json(mask).sharded
+    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    if sharded:
         run = sharded_attention().run_backward
         return run(
             *(q, k, v, out, lse, d_out, d_lse, mask_tensors[0], program, scale, backend),

@@ -96,7 +96,7 @@ def t5_buckets(distance: Tensor, buckets: int, max_distance: int, bidirectional:
     Half of the buckets are one distance each, the rest grow logarithmically up to ``max_distance`` and beyond.
     Bidirectional: half of all buckets are for keys after the query.
     """
-    first = 0
+    first: int | Tensor = 0
     if bidirectional:
         buckets //= 2
         first = torch.where(distance < 0, buckets, 0)

@@ -1,6 +1,7 @@
 """Where row tiles begin: on a fixed grid, or where a cost model says.
 
-Shape legend: R intervals of a row, X batch and head together, Q query rows, N row tiles over all of X, D breaks.
+Shape legend: R intervals of a row, X batch and head together, Q query rows, Y rows of all heads one after the other,
+N row tiles over all of X, D breaks over all of X.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class RowTiles:
     begin: Tensor
     end: Tensor
     head: Tensor
+
+    def rows(self, number_N: Tensor, height: int, q_len: int) -> Tensor:
+        """Rows of the tiles ``number_N``, counted over all heads, ``[N, height]``; short tiles repeat the last."""
+        offset = torch.arange(height, device=number_N.device)
+        row_NL = torch.minimum(self.begin[number_N, None] + offset, self.end[number_N, None] - 1)
+        return row_NL + self.head[number_N, None] * q_len
 
 
 def fixed_row_tiles(heads: int, rows: int, height: int, device: torch.device) -> RowTiles:
@@ -56,56 +63,55 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     """
     batch, heads, _, rows = intervals.starts.shape
     device = intervals.starts.device
-    begins: list[Tensor] = []
-    for b in range(batch):
-        for h in range(heads):
-            starts_RQ, ends_RQ = intervals.starts[b, h], intervals.ends[b, h]
-            cuts, from_end = _choose_cuts(starts_RQ, ends_RQ, height, step)
-            size = cuts.diff()
-            count = (size + height - 1) // height
-            shift = torch.where(from_end, size - count * height, 0)
-            which = torch.repeat_interleave(torch.arange(len(count), device=device), count)
-            nth = torch.arange(len(which), device=device) - (count.cumsum(0) - count)[which]
-            begins.append(cuts[which] + (nth * height + shift[which]).clamp(min=0))
-    counts = torch.tensor([len(x) for x in begins], dtype=torch.int64, device=device)
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    begin = torch.cat((none, *begins))
-    end = torch.cat((none, *(torch.nn.functional.pad(x, (0, 1), value=rows)[1:] for x in begins)))
-    head = torch.repeat_interleave(torch.arange(batch * heads, device=device), counts)
-    return RowTiles(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), begin, end, head)
+    if not batch * heads * rows:
+        return fixed_row_tiles(batch * heads, rows, height, device)
+    # All heads are one sequence of rows in which tiles end with each head.
+    starts_RY, ends_RY = (x.flatten(0, 1).transpose(0, 1).flatten(1) for x in (intervals.starts, intervals.ends))
+    breaks_D = _breaks(starts_RY, ends_RY, rows, height, step)
+    cuts, from_end = _choose_cuts(starts_RY, ends_RY, breaks_D, rows, height, step)
+    size = cuts.diff()
+    count = (size + height - 1) // height
+    shift = torch.where(from_end, size - count * height, 0)
+    which, nth = Spans(count, torch.zeros_like(count), count).members()
+    begin = cuts[which] + (nth * height + shift[which]).clamp(min=0)
+    end = torch.cat((begin[1:], cuts[-1:]))
+    head = begin // rows
+    head_ptr = torch.searchsorted(head, torch.arange(batch * heads + 1, device=device))
+    return RowTiles(head_ptr, begin - head * rows, end - head * rows, head)
 
 
-def _breaks(starts_RQ: Tensor, ends_RQ: Tensor, height: int, step: int) -> Tensor:
-    """Candidate rows to begin a tile at, ascending, with row 0 first and the number of rows last."""
-    rows = starts_RQ.shape[1]
-    size_RQ = (ends_RQ - starts_RQ).clamp(min=0)
-    begin_moved_RQ = (starts_RQ[:, 1:] - starts_RQ[:, :-1]).abs()
-    end_moved_RQ = (ends_RQ[:, 1:] - ends_RQ[:, :-1]).abs()
-    jump = ((begin_moved_RQ > 1) | (end_moved_RQ > 1)).any(0).nonzero().squeeze(1)
-    moved_RD = begin_moved_RQ[:, jump] + end_moved_RQ[:, jump]
-    other_keys_D = torch.minimum(moved_RD, size_RQ[:, jump + 1] + size_RQ[:, jump]).sum(0)
+def _breaks(starts_RY: Tensor, ends_RY: Tensor, rows: int, height: int, step: int) -> Tensor:
+    """Candidate rows to begin a tile at, ascending; the first row of every head and the end of the last are there."""
+    total = starts_RY.shape[1]
+    size_RY = (ends_RY - starts_RY).clamp(min=0)
+    begin_moved_RY = (starts_RY[:, 1:] - starts_RY[:, :-1]).abs()
+    end_moved_RY = (ends_RY[:, 1:] - ends_RY[:, :-1]).abs()
+    jump = ((begin_moved_RY > 1) | (end_moved_RY > 1)).any(0).nonzero().squeeze(1)
+    moved_RD = begin_moved_RY[:, jump] + end_moved_RY[:, jump]
+    other_keys_D = torch.minimum(moved_RD, size_RY[:, jump + 1] + size_RY[:, jump]).sum(0)
     row = jump + 1
-    rows_ahead_D = torch.nn.functional.pad(row, (0, 1), value=rows).diff()
+    rows_ahead_D = torch.cat((row, row.new_tensor([total]))).diff()
     weight = other_keys_D + rows_ahead_D
-    is_break = weight >= max(2, step // 2)
+    is_break = (weight >= max(2, step // 2)) & (row % rows > 0)
     row, weight = row[is_break], weight[is_break]
     stretch = max(1, height // 4)
     bucket = row // stretch
-    weight = weight * rows + (rows - row)  # ties go to the first
-    best = weight.new_full((rows // stretch + 1,), -1).scatter_reduce_(0, bucket, weight, "amax")
+    weight = weight * total + (total - row)  # ties go to the first
+    best = weight.new_full((total // stretch + 1,), -1).scatter_reduce_(0, bucket, weight, "amax")
     row = row[weight == best[bucket]]
-    ends = torch.tensor([0, rows] if rows else [0], device=row.device)
-    return torch.cat((ends[:1], row, ends[1:]))
+    return torch.cat((row, torch.arange(0, total + 1, rows, device=row.device))).sort().values
 
 
-def _choose_cuts(starts_RQ: Tensor, ends_RQ: Tensor, height: int, step: int) -> tuple[Tensor, Tensor]:
-    """Breaks to cut at, first and last row bound included, and whether tiles count from the end of each stretch."""
-    breaks_D = _breaks(starts_RQ, ends_RQ, height, step)
+def _choose_cuts(
+    starts_RY: Tensor, ends_RY: Tensor, breaks_D: Tensor, rows: int, height: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Breaks to cut at, ends of heads included, and for each stretch between two whether tiles count from its end."""
     device = breaks_D.device
     size = breaks_D.diff()
     segment = torch.arange(len(size), device=device)
-    # Every stretch from break i to break j: whole tiles up to the break after i, then the tail.
-    furthest = torch.searchsorted(breaks_D, breaks_D[1:] + 2 * height, right=True) - 1
+    # Every stretch from break i to break j of one head: whole tiles up to the break after i, then the tail.
+    head_end = (breaks_D[:-1] // rows + 1) * rows
+    furthest = torch.searchsorted(breaks_D, torch.minimum(breaks_D[1:] + 2 * height, head_end), right=True) - 1
     i, j = Spans(segment, segment + 1, furthest + 1).members()
     count = size // height
     whole, nth_whole = Spans(segment, torch.zeros_like(count), count).members()
@@ -118,7 +124,7 @@ def _choose_cuts(starts_RQ: Tensor, ends_RQ: Tensor, height: int, step: int) -> 
     begin = torch.cat((from_front, from_end, tail, breaks_D[:-1]))
     end = torch.cat((from_front + height, from_end + height, torch.minimum(tail + height, breaks_D[j[pair]])))
     end = torch.cat((end, breaks_D[1:] - count * height))
-    costs = _tile_costs(starts_RQ, ends_RQ, begin, end, step)
+    costs = _tile_costs(starts_RY, ends_RY, begin, end, step)
     front_cost, end_cost, tail_cost, rest_cost = costs.split([len(whole), len(whole), len(pair), len(size)])
     zero = torch.zeros(len(size), dtype=torch.float64, device=device)
     end_cost = zero.index_add(0, whole, end_cost) + torch.where(size % height > 0, rest_cost, 0)
@@ -132,11 +138,11 @@ def _choose_cuts(starts_RQ: Tensor, ends_RQ: Tensor, height: int, step: int) -> 
     return breaks_D[chosen], to_next & counts_from_end[first_pair[chosen[:-1]]]
 
 
-def _tile_costs(starts_RQ: Tensor, ends_RQ: Tensor, begin: Tensor, end: Tensor, step: int) -> Tensor:
+def _tile_costs(starts_RY: Tensor, ends_RY: Tensor, begin: Tensor, end: Tensor, step: int) -> Tensor:
     """Cost of a row tile of the rows [begin, end), in key steps, float64 (anything for an empty range)."""
     cost = torch.full(begin.shape, TILE_OVERHEAD, dtype=torch.float64, device=begin.device)
     size = end - begin
-    least, greatest, span = starts_RQ, ends_RQ, 1
+    least, greatest, span = starts_RY, ends_RY, 1
     # ``least[q]`` covers ``span`` rows from q; two of them cover any range of span to 2 * span rows.
     while len(begin) and span <= int(size.max()):
         mine = ((size >= span) & (size < 2 * span)).nonzero().squeeze(1)

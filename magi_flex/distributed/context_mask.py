@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from magi_flex.canonical_mask import CanonicalMaskMod
-from magi_flex.distributed.cost_model import Costs, Shape, choose_stages
+from magi_flex.distributed.cost_model import PREFETCH, Costs, Shape, choose_stages
 from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.key_ranges import KeyRanges
@@ -38,6 +39,7 @@ class Options:
         keep_keys: keep the remote keys and values of the forward pass for the backward pass instead of fetching them
             again; both passes then have the forward's stages.
         ranks_per_node: above 1: exchange on two levels.
+        prefetch: stages whose keys may be on their way before they are computed.
         costs: figures of the machine for the cost model.
     """
 
@@ -45,9 +47,12 @@ class Options:
     backward_stages: int | None = None
     keep_keys: bool = False
     ranks_per_node: int = 1
+    prefetch: int = PREFETCH
     costs: Costs = Costs()
 
     def __post_init__(self) -> None:
+        if self.prefetch < 1:
+            raise ValueError(f"prefetch: got {self.prefetch}, allowed are 1 and more")
         for name in ("forward_stages", "backward_stages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -141,6 +146,7 @@ class ContextMask:
             own,
             max(0, int(counts[rank]) - own),
             crosses,
+            prefetch=options.prefetch,
         )
 
 
@@ -200,11 +206,21 @@ class ContextMaskMod:
     plans.
     """
 
-    def __init__(self, handle: Tensor, q_position: Tensor, kv_position: Tensor, mask_mod: CanonicalMaskMod) -> None:
+    def __init__(
+        self,
+        handle: Tensor,
+        q_position: Tensor,
+        kv_position: Tensor,
+        mask_mod: CanonicalMaskMod,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+    ) -> None:
         self.handle = handle
         self.q_position = q_position
         self.kv_position = kv_position
         self.mask_mod = mask_mod
+        self.mesh = mesh
+        self.mesh_dim = mesh_dim
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         is_ours = self.handle[0, 0, 0] == MAGIC

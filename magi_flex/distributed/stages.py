@@ -1,8 +1,8 @@
 """Attention of one rank's rows over keys that other ranks hold, in stages.
 
-The rank's own keys come first; remote keys arrive stage by stage.  While stage i is computed, the keys of stage i + 1
-and, in the backward pass, the gradients of stage i - 1 are on their way.  Partial outputs are float32 and are joined by
-log-sum-exp; partial gradients are float32 and are added up.
+The rank's own keys come first; remote keys arrive stage by stage.  While stage i is computed, the keys of the next
+stages and, in the backward pass, the gradients of stage i - 1 are on their way.  Partial outputs are float32 and are
+joined by log-sum-exp; partial gradients are float32 and are added up.
 
 Shape legend: B batch, H query heads, G key/value heads, Q local rows, K keys (local, or of a stage), D query/key head
 dim, E value head dim.
@@ -10,14 +10,16 @@ dim, E value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_flex.distributed.cost_model import PREFETCH
 from magi_flex.distributed.exchange_plan import ExchangePlan
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.group_work import GroupWork, start_group_cast, start_group_reduce
@@ -91,6 +93,7 @@ class StagedAttention:
         scale, score: as in AttentionRequest; score mods see global row and key indices.
         backend: "auto" or a kernel backend's name.
         timeline: records what runs when.
+        prefetch: stages whose keys may be on their way (and in memory) before they are computed, at least 1.
     """
 
     plan: AttentionPlan
@@ -99,6 +102,7 @@ class StagedAttention:
     score: ScoreProgram = ScoreProgram()
     backend: str = "auto"
     timeline: Timeline | None = None
+    prefetch: int = PREFETCH
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -150,35 +154,35 @@ class StagedAttention:
     def _kernel(self, request: AttentionRequest, needs_backward: bool) -> Backend:
         return route(facts_of(request, needs_backward), self.backend)
 
-    def _span(self, name: str, key_set: KeySet, lane: str):  # type: ignore[no-untyped-def]
+    def _span(self, name: str, key_set: KeySet, lane: str) -> AbstractContextManager[None]:
         if self.timeline is None:
             return nullcontext()
         return self.timeline.span(f"{name} {key_set.name}", lane)
 
     # ---- keys on their way ----------------------------------------------------------------------------------------
 
-    def _key_sets(self, k: Tensor, v: Tensor, kept: Sequence[Sequence[Tensor]] | None):  # type: ignore[no-untyped-def]
-        """(key set, k, v) in turn; the keys of the next one are sent for before the current one is handed out."""
+    def _key_sets(
+        self, k: Tensor, v: Tensor, kept: Sequence[Sequence[Tensor]] | None
+    ) -> Iterator[tuple[KeySet, Tensor, Tensor]]:
+        """(key set, k, v) in turn; the keys of the next ones are sent for before the current one is handed out."""
         remote = self.plan.remote
         lane = _Lane(k.device)
         rows = [x.movedim(2, 0) for x in (k, v)]
-        arriving = self._cast(lane, rows, remote, 0) if kept is None else None
+        if kept is not None:
+            yield self.plan.local, k, v
+            for key_set, pair in zip(remote, kept, strict=True):
+                yield key_set, pair[0], pair[1]
+            return
+        waiting = deque(remote)
+        arriving = deque(self._cast(lane, rows, waiting.popleft()) for _ in range(min(self.prefetch, len(remote))))
         yield self.plan.local, k, v
-        for i, key_set in enumerate(remote):
-            if kept is not None:
-                yield key_set, *kept[i]
-                continue
-            assert arriving is not None
-            k_i, v_i = (x.movedim(0, 2) for x in arriving())
-            arriving = self._cast(lane, rows, remote, i + 1)
+        for key_set in remote:
+            k_i, v_i = (x.movedim(0, 2) for x in arriving.popleft()())
+            if waiting:
+                arriving.append(self._cast(lane, rows, waiting.popleft()))
             yield key_set, k_i, v_i
 
-    def _cast(
-        self, lane: _Lane, rows: list[Tensor], remote: Sequence[KeySet], index: int
-    ) -> Callable[[], list[Tensor]] | None:
-        if index == len(remote):
-            return None
-        key_set = remote[index]
+    def _cast(self, lane: _Lane, rows: list[Tensor], key_set: KeySet) -> Callable[[], list[Tensor]]:
         ended = None if self.timeline is None else self.timeline.begin(f"keys of {key_set.name}", NETWORK)
         return lane.start(lambda: start_group_cast(rows, key_set.hops, self.group, ended), rows)
 

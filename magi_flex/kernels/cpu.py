@@ -268,6 +268,8 @@ class CpuBackend(Backend):
         reasons = []
         if facts.dtype not in ELEMENT_TYPES:
             reasons.append(f"serves float32, bfloat16 and float16, not {str(facts.dtype).removeprefix('torch.')}")
+        if facts.mixed_dtypes:
+            reasons.append("query, key and value have different dtypes")
         if facts.score_steps is None:
             reasons.append("the score mod is not made of scale, softcap, distance and bias steps")
         elif unknown := [step.__name__ for step in facts.score_steps if step not in NATIVE_STEPS]:

@@ -1,0 +1,156 @@
+"""Bad input: a clear error or the defined result, eager and compiled."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as stock
+from torch import Tensor
+
+import magi_flex
+from tests.compiling import attend, qkv
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    with magi_flex.enable(), torch._dynamo.config.patch(recompile_limit=100), warnings.catch_warnings(action="ignore"):
+        yield
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def mask(length: int = 20, mask_mod: Any = causal, batch: int | None = None, heads: int | None = None) -> Any:
+    return stock.create_block_mask(mask_mod, batch, heads, length, length, device="cpu")
+
+
+def whole(mask_mod: Any) -> Any:
+    """A BlockMask that is made without calling ``mask_mod``."""
+    one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return stock.BlockMask.from_kv_blocks(one, zero, mask_mod=mask_mod, seq_lengths=(20, 20))
+
+
+TABLE = torch.randn(4, 20, 20)
+
+
+def pieces(k: Any = None, v: Any = None) -> list[Tensor]:
+    """Query, key and value, the latter two of calls with other sizes."""
+    return [qkv(**{"q_len": 20, **(sizes or {})})[i] for i, sizes in enumerate((None, k, v))]
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "three dimensions": (lambda f: f(*(x[0] for x in pieces())), r"query: is \[4, 20, 16\]; \[batch, heads"),
+    "head dims": (lambda f: f(*pieces(k={"dim": 8})), "same embedding dimension"),
+    "key and value lengths": (lambda f: f(*pieces(v={"q_len": 21})), r"value: is \[2, 2, 21, 16\]; \[2, 2, 20, any\]"),
+    "heads 4:3": (lambda f: f(*qkv(q_len=20, kv_heads=3)), "no multiple of the 3 heads"),
+    "batch 2:3": (lambda f: f(*pieces(k={"batch": 3}, v={"batch": 3})), r"key: is \[3, .*\[2 or 1"),
+    "integers": (lambda f: f(*(x.detach().int() for x in pieces())), "floating point dtype is needed"),
+    "mask too long": (lambda f: f(*pieces(), None, mask(40)), "created for a larger length"),
+    "mask too short": (lambda f: f(*pieces(), None, mask(10)), "created for a smaller length"),
+    "mask batch": (lambda f: f(*pieces(), None, mask(batch=4)), "was made for B=4, but query has 2"),
+    "mask heads": (lambda f: f(*pieces(), None, mask(heads=3)), "was made for H=3, but query has 4"),
+    "mask device": (lambda f: f(*pieces(), None, mask().to("meta")), "same device"),
+    "sliced mask": (lambda f: f(*pieces(), None, mask()[:, :, 0]), "sliced BlockMask"),
+    "mask with a reduction": (lambda f: f(*pieces(), None, whole(lambda b, h, q, k: (q >= k).any())), "one pair"),
+    "mask of floats": (
+        lambda f: f(*pieces(), None, whole(lambda b, h, q, k: (q - k).float())),
+        "bool tensor is needed",
+    ),
+    "softmax": (lambda f: f(*pieces(), lambda s, b, h, q, k: s.softmax(-1)), "sees one score"),
+    "sort": (lambda f: f(*pieces(), lambda s, b, h, q, k: s.sort().values), "sees one score"),
+    "random": (lambda f: f(*pieces(), lambda s, b, h, q, k: s + torch.rand_like(s)), "is random"),
+    "not one score": (lambda f: f(*pieces(), lambda s, b, h, q, k: s + TABLE[h, q]), r"shape \(20,\); one score"),
+    "branch on data": (lambda f: f(*pieces(), lambda s, b, h, q, k: s if q > k else s * 2), "(?i)data-dependent"),
+    "index out of range": (lambda f: f(*pieces(), lambda s, b, h, q, k: s + TABLE[h, q, k + 5]), "out of bounds"),
+    "unknown backend": (lambda f: f(*pieces(), kernel_options={"magi_backend": "fast"}), "allowed are auto"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_eager_errors(name: str) -> None:
+    call, message = CALLS[name]
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        call(attend)
+
+
+COMPILED = ("key and value lengths", "heads 4:3", "mask batch", "softmax", "not one score", "mask with a reduction")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_errors(name: str) -> None:
+    call, message = CALLS[name]
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        call(torch.compile(attend, fullgraph=True))
+
+
+@pytest.mark.parametrize("function", [attend, torch.compile(attend, fullgraph=True)], ids=["eager", "compiled"])
+def test_side_effects_are_refused(function: Any) -> None:
+    seen = torch.zeros(20)
+
+    def counting(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen.add_(1)
+        return s
+
+    with pytest.raises(Exception, match="(?i)mutat|side.effect"):
+        function(*pieces(), counting)
+    assert (seen == 0).all()
+
+
+@pytest.mark.parametrize("function", [attend, torch.compile(attend, fullgraph=True)], ids=["eager", "compiled"])
+def test_double_backward_is_refused(function: Any) -> None:
+    inputs = pieces()
+    (dq,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="(?i)double backward|not implemented|does not currently support"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_keys_that_nobody_attends_to_may_hold_anything(backend: str) -> None:
+    """Padding that was never written, in keys and values."""
+    padded = magi_flex.create_block_mask(lambda b, h, q, k: k < 13, None, None, 20, 20, device="cpu")
+    inputs = [x.detach() for x in pieces()]
+    clean = attend(*inputs, None, padded)
+    for bad in (math.nan, math.inf):
+        q, k, v = (x.clone() for x in inputs)
+        k[:, :, 13:], v[:, :, 13:] = bad, bad
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, None, padded, kernel_options={"magi_backend": backend})
+        torch.testing.assert_close(out, clean)
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), leaves))
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_non_finite_values_spread_to_the_rows_that_see_them(backend: str) -> None:
+    q, k, v = (x.detach() for x in pieces())
+    k[:, :, 12] = math.nan
+    out = attend(q, k, v, None, mask(), kernel_options={"magi_backend": backend})
+    assert out[:, :, 12:].isnan().all()
+    right = attend(*(x.detach() for x in pieces()), None, mask())
+    torch.testing.assert_close(out[:, :, :12], right[:, :, :12])
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 0, "kv_len": 20}, {"q_len": 20, "kv_len": 0}, {"batch": 0, "q_len": 20}])
+def test_empty_sizes(sizes: dict[str, int]) -> None:
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        inputs = qkv(**sizes)
+        out = function(*inputs)
+        grads = torch.autograd.grad(out.sum(), inputs)
+        assert out.shape == inputs[0].shape and (out == 0).all()
+        assert all(g.shape == x.shape and (g == 0).all() for g, x in zip(grads, inputs, strict=True))
+
+
+def test_dtypes_that_differ() -> None:
+    """Keys and values in a lower precision than the query, which FlexAttention allows."""
+    q, _, _ = pieces()
+    _, k, v = pieces(k={"dtype": torch.bfloat16}, v={"dtype": torch.bfloat16})
+    out = attend(q, k, v)
+    torch.testing.assert_close(out, attend(q, k.float(), v.float()))
+    assert out.dtype == torch.float32
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.bfloat16, torch.bfloat16]
