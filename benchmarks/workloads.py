@@ -1,30 +1,16 @@
-"""Document lengths and masks that the benchmarks share."""
+"""Document lengths that the benchmarks share."""
 
 from __future__ import annotations
 
 import random
 
-# Lengths of documents in a long-context training corpus: (shortest, longest) -> per cent of documents.
-LENGTH_SHARES = {
-    (1, 10): 0.22,
-    (11, 50): 2.91,
-    (51, 100): 5.2,
-    (101, 200): 10.23,
-    (201, 500): 28.19,
-    (501, 1024): 24.64,
-    (1025, 2048): 15.65,
-    (2049, 4096): 7.34,
-    (4097, 8192): 3.05,
-    (8193, 16384): 1.29,
-    (16385, 32768): 0.85,
-    (32769, 65536): 0.14,
-    (65537, 131072): 0.17,
-    (131073, 196608): 0.14,
-}
+from magi_flex.distributed.workloads import LONG_CONTEXT_CORPUS
 
 
 def document_lengths(tokens: int, seed: int = 0) -> list[int]:
-    """Lengths drawn from the distribution above until they fill ``tokens``; none is longer than a quarter of it.
+    """Lengths drawn from the long-context corpus until they fill ``tokens``; none is longer than a quarter of it.
+
+    Shares are per cent with two digits, so that the lengths are those of the baseline table in docs/design.md.
 
     Raises:
         ValueError: ``tokens`` is below 4.
@@ -32,7 +18,9 @@ def document_lengths(tokens: int, seed: int = 0) -> list[int]:
     if tokens < 4:
         raise ValueError(f"tokens: {tokens} given, at least 4 are needed")
     rng = random.Random(seed)
-    ranges, shares = list(LENGTH_SHARES), list(LENGTH_SHARES.values())
+    documents = sum(number for *_, number in LONG_CONTEXT_CORPUS)
+    ranges = [(shortest, longest) for shortest, longest, _ in LONG_CONTEXT_CORPUS]
+    shares = [round(100 * number / documents, 2) for *_, number in LONG_CONTEXT_CORPUS]
     lengths: list[int] = []
     left = tokens
     while left > 0:

@@ -25,6 +25,7 @@ from magi_flex.kernels.layout import fill_order
 from magi_flex.kernels.route import AUTO
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import MaskSpec
+from magi_flex.score_steps import Sizes
 
 logger = logging.getLogger("magi_flex")
 
@@ -54,7 +55,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     except Stock as reason:
         return _leave(_stock_forward, call, args, reason)
     needs_backward = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[:3], *call.score_captures))
-    program = score.build(*score_inputs)
+    program = score.build(*score_inputs, _sizes(mask, call), call.q.device)
     settings = (program, call.scale, backend, needs_backward, fill_order(call.q))
     if mask.sharded:
         return ops.sharded_attention().run_forward(call.q, call.k, call.v, mask_inputs[0][0], *settings)
@@ -77,7 +78,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
         return _leave(_stock_backward, call, args, reason)
     given = (call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse)
     settings = (
-        *(score.build(*score_inputs), call.scale, backend),
+        *(score.build(*score_inputs, _sizes(mask, call), call.q.device), call.scale, backend),
         *(fill_order(call.q), fill_order(call.k), fill_order(call.v)),
     )
     if mask.sharded:
@@ -99,6 +100,11 @@ def _leave(stock: Any, call: HopCall, args: Sequence[Any], reason: Stock) -> Any
 
 def _identity(mask: MaskSpec, call: HopCall) -> Any:
     return mask, call.q.shape[:3], call.k.shape[2]
+
+
+def _sizes(mask: MaskSpec, call: HopCall) -> Sizes | None:
+    """Bounds of the indices that a score mod sees; with a sharded sequence these are not the local lengths."""
+    return None if mask.sharded else (call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2])
 
 
 def _build(mask: MaskSpec, inputs: Sequence[Any], q: Tensor, k: Tensor) -> MaskPlan:

@@ -5,12 +5,14 @@ Works on a graph's nodes (compiled) and on real tensors (eager) alike.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from inductor_lowering.score_analysis import recognise
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
@@ -90,7 +92,9 @@ def score_spec(
     except UnsupportedProgram as error:
         raise Stock(f"score_mod: {error}") from error
     order, tensors, ints = split_captures(call.score_captures)
-    return ScoreSpec(forward.to_json(), backward, order, needs_grad), tensors, ints
+    recipe = recognise(forward, order)
+    steps = None if recipe is None else json.dumps(recipe)
+    return ScoreSpec(forward.to_json(), backward, order, needs_grad, steps), tensors, ints
 
 
 def _is_always_true(program: FxProgram) -> bool:

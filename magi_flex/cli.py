@@ -12,6 +12,8 @@ from pathlib import Path
 
 
 def _parser() -> argparse.ArgumentParser:
+    from magi_flex.distributed import simulate
+
     parser = argparse.ArgumentParser(prog="magi-flex", description="Attention from row intervals: a look inside.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -35,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", help="bench_NAME.py scripts to run (default: all that fit this machine)")
     bench.add_argument("--list", action="store_true", help="list the scripts")
     bench.set_defaults(run=_bench)
+
+    simulate_parser = commands.add_parser("simulate", help="predict attention over many ranks, ours and other schemes")
+    simulate.add_arguments(simulate_parser)
+    simulate_parser.set_defaults(run=simulate.run)
     return parser
 
 
@@ -43,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         print(f"magi-flex {args.command}: {error}", file=sys.stderr)
         return 2
 

@@ -78,6 +78,17 @@ class FxProgram:
     def to_json(self) -> str:
         return json.dumps(list(self.steps), separators=(",", ":"))
 
+    def ending_at(self, step: int) -> FxProgram:
+        """The program, of the same arguments, that returns the value of ``step``."""
+        needed = {step}
+        for number in range(step, -1, -1):
+            if number in needed:
+                needed.update(_references(self.steps[number][1:]))
+        kept = [n for n, s in enumerate(self.steps) if n in needed or s[0] == "arg"]
+        renumbered = {old: new for new, old in enumerate(kept)}
+        steps = [_renumber(self.steps[n], renumbered) for n in kept]
+        return FxProgram((*steps, ["return", {"node": renumbered[step]}]))
+
     def run(
         self,
         args: Sequence[Any],
@@ -93,7 +104,8 @@ class FxProgram:
         Args:
             low_precision: the dtype to use where the graph converts to bfloat16 or float16 (a mod is traced with
                 scores in the query's dtype, while kernels hold them in float32).
-            attended: bool tile; scores elsewhere add nothing to the gradients of captures, not even NaN.
+            attended: bool tile; elsewhere captures may be indexed out of bounds, and nothing, not even NaN, is added
+                to their gradients.
         """
         values: list[Any] = []
         remaining = iter(args)
@@ -130,13 +142,39 @@ class FxProgram:
                 values.append(keep(decode(step[1])).sum())
             elif step[1] == "flex_lib::zeros_and_scatter":
                 shape, indices, tile = decode(step[3])
-                values.append(ScatterAdd(tuple(shape), [i.expand(tile.shape) for i in indices], keep(tile)))
+                values.append(ScatterAdd(tuple(shape), [keep(i).expand(tile.shape) for i in indices], keep(tile)))
+            elif step[1] == "aten::index":
+                values.append(_index(*decode(step[3]), attended))
             else:
                 namespace, name = step[1].split("::")
                 op = getattr(getattr(getattr(torch.ops, namespace), name), step[2])
                 kwargs = {k: decode(v) for k, v in step[4].items() if not (isinstance(v, dict) and "omit" in v)}
                 values.append(op(*decode(step[3]), **kwargs))
         raise UnsupportedProgram("the graph has no output")
+
+
+def _index(source: Tensor, indices: list[Tensor], attended: Tensor | None) -> Tensor:
+    """``source[indices]``, where bounds matter for attended scores only."""
+    if attended is not None and source.device.type != "cpu":  # elsewhere an index error cannot be caught
+        indices = [torch.where(attended, i, 0) for i in indices]
+    try:
+        return torch.ops.aten.index.Tensor(source, indices)
+    except IndexError:
+        if attended is None:
+            raise
+        return torch.ops.aten.index.Tensor(source, [torch.where(attended, i, 0) for i in indices])
+
+
+def _references(x: Any) -> list[int]:
+    if isinstance(x, dict):
+        return [x["node"]] if "node" in x else [n for y in x.values() for n in _references(y)]
+    return [n for y in x for n in _references(y)] if isinstance(x, (list, tuple)) else []
+
+
+def _renumber(x: Any, numbers: dict[int, int]) -> Any:
+    if isinstance(x, dict):
+        return {"node": numbers[x["node"]]} if "node" in x else {k: _renumber(y, numbers) for k, y in x.items()}
+    return [_renumber(y, numbers) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 class ProgramBuilder:

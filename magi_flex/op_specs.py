@@ -20,6 +20,7 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
 from magi_flex.kernels.request import ScoreProgram
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.score_steps import Sizes, build_steps
 
 
 def split_captures(captures: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -127,12 +128,14 @@ class ScoreSpec:
         forward, joint: FxProgram JSON of the two graphs (see ScoreProgram); both None for the identity.
         order: how captured tensors and ints interleave.
         needs_grad: for each capture, whether its gradient is wanted.
+        recipe: JSON of the simple steps that the score mod consists of (score_steps.py), or None.
     """
 
     forward: str | None = None
     joint: str | None = None
     order: str = ""
     needs_grad: tuple[bool, ...] = ()
+    recipe: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -143,16 +146,31 @@ class ScoreSpec:
         record = json.loads(text)
         return ScoreSpec(**{**record, "needs_grad": tuple(record["needs_grad"])})
 
-    def build(self, tensors: Sequence[Tensor], ints: Sequence[int]) -> ScoreProgram:
+    def build(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes | None, device: torch.device
+    ) -> ScoreProgram:
+        """``sizes`` (batch, heads, queries, keys) bound the indices that the mod sees; None: not known here.
+
+        Steps are for kernels that give no gradients of captures, so they are left out where one is wanted.
+        """
         if self.forward is None:
             return ScoreProgram()
+        captures = join_captures(self.order, tensors, ints)
+        steps = None
+        if self.recipe is not None and sizes is not None and not any(self.needs_grad):
+            steps = build_steps(_recipe(self.recipe), captures, sizes, device)
         return ScoreProgram(
-            steps=None,
+            steps=steps,
             forward=_program(self.forward),
             joint=None if self.joint is None else _program(self.joint),
-            captures=join_captures(self.order, tensors, ints),
+            captures=captures,
             needs_grad=self.needs_grad,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _recipe(text: str) -> tuple[Any, ...]:
+    return tuple(json.loads(text))
 
 
 @functools.lru_cache(maxsize=1024)

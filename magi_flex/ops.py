@@ -189,8 +189,10 @@ def attention(
     needs_backward: bool,
     out_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
-    if MaskSpec.from_json(mask).sharded:
+    sharded = MaskSpec.from_json(mask).sharded
+    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    if sharded:
         run = sharded_attention().run_forward
         return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
     mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
@@ -226,8 +228,10 @@ def attention_backward(
     k_order: Sequence[int],
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints)
-    if MaskSpec.from_json(mask).sharded:
+    sharded = MaskSpec.from_json(mask).sharded
+    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    if sharded:
         run = sharded_attention().run_backward
         return run(
             *(q, k, v, out, lse, d_out, d_lse, mask_tensors[0], program, scale, backend),

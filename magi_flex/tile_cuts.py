@@ -29,6 +29,12 @@ class RowTiles:
     end: Tensor
     head: Tensor
 
+    def rows(self, number_N: Tensor, height: int, q_len: int) -> Tensor:
+        """Rows of the tiles ``number_N``, counted over all heads, ``[N, height]``; short tiles repeat the last."""
+        offset = torch.arange(height, device=number_N.device)
+        row_NL = torch.minimum(self.begin[number_N, None] + offset, self.end[number_N, None] - 1)
+        return row_NL + self.head[number_N, None] * q_len
+
 
 def fixed_row_tiles(heads: int, rows: int, height: int, device: torch.device) -> RowTiles:
     """Tiles that begin at the multiples of ``height``, for each of ``heads`` (batch, head) pairs."""

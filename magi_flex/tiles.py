@@ -1,7 +1,8 @@
 """Tile plans: which key runs a tile of query rows visits, for one kernel's tile sizes (CSR, O(tiles) memory).
 
 Shape legend: B mask batch, H mask head, X batch and head together, N row tiles over all of X, R intervals of a row,
-L rows of a tile, F full runs, P partial runs, T row tiles of one head, C key tiles.
+Y rows of all heads one after the other, L rows of a tile, F full runs, P partial runs, T row tiles of one head,
+C key tiles.
 """
 
 from __future__ import annotations
@@ -188,6 +189,7 @@ def _tile_spans(
 ) -> tuple[Spans, Spans]:
     """Keys that some row of a tile attends to, and keys that every row attends to (sorted; groups are tiles)."""
     length = intervals.kv_len
+    starts_RY, ends_RY = (x.flatten(0, 1).transpose(0, 1).flatten(1) for x in (intervals.starts, intervals.ends))
     touched: list[Spans] = []
     full: list[Spans] = []
     # Tiles without a simple structure: spans of their rows, and how many rows each span stands for.
@@ -200,7 +202,9 @@ def _tile_spans(
         rows, weights = [spans], [weight]
     at_once = max(1, _CHUNK_ELEMENTS // (intervals.max_intervals * height))
     for number_N in torch.arange(len(tiles.begin), device=has_bits_N.device).split(at_once):
-        simple_touched, simple_full, other = _interval_spans(intervals, tiles, height, number_N, has_bits_N)
+        row_NL = tiles.rows(number_N, height, intervals.q_len)
+        bounds = starts_RY[:, row_NL], ends_RY[:, row_NL]
+        simple_touched, simple_full, other = _interval_spans(*bounds, number_N, tiles, has_bits_N)
         touched.append(simple_touched)
         full.append(simple_full)
         rows.append(other)
@@ -213,20 +217,15 @@ def _tile_spans(
 
 
 def _interval_spans(
-    intervals: RowIntervals, tiles: RowTiles, height: int, number_N: Tensor, has_bits_N: Tensor
+    starts_RNL: Tensor, ends_RNL: Tensor, number_N: Tensor, tiles: RowTiles, has_bits_N: Tensor
 ) -> tuple[Spans, Spans, Spans]:
     """For the row tiles ``number_N``: touched and full keys of the simple ones, all intervals of the rest.
+
+    Bounds are those of the tiles' rows; a short tile repeats its last row.
 
     Simple: neighbouring rows overlap or touch in every slot, so that a slot's union is its hull; and no slot reaches
     into the next one's hull, so that the keys common to all rows are common inside one slot.
     """
-    offset_L = torch.arange(height, device=number_N.device)
-    inside_NL = offset_L < (tiles.end - tiles.begin)[number_N, None]
-    row_NL = torch.minimum(tiles.begin[number_N, None] + offset_L, tiles.end[number_N, None] - 1)
-    row_NL += tiles.head[number_N, None] * intervals.q_len
-    starts_RNL, ends_RNL = (
-        x.flatten(0, 1).transpose(0, 1).flatten(1)[:, row_NL] for x in (intervals.starts, intervals.ends)
-    )
     used_RNL = ends_RNL > starts_RNL
     used_RN = used_RNL.all(2)
     begin_RN, end_RN = starts_RNL.amin(2), ends_RNL.amax(2)
@@ -240,7 +239,9 @@ def _interval_spans(
     full = Spans(group, starts_RNL.amax(2)[slot, tile].long(), ends_RNL.amin(2)[slot, tile].long())
 
     other_N = (~simple_N).nonzero().squeeze(1)
-    slot, tile, row = (used_RNL[:, other_N] & inside_NL[other_N]).nonzero(as_tuple=True)
+    row_L = torch.arange(starts_RNL.shape[2], device=number_N.device)
+    inside_NL = row_L < (tiles.end - tiles.begin)[number_N[other_N], None]
+    slot, tile, row = (used_RNL[:, other_N] & inside_NL).nonzero(as_tuple=True)
     tile = other_N[tile]
     others = Spans(number_N[tile], starts_RNL[slot, tile, row].long(), ends_RNL[slot, tile, row].long())
     return touched, full, others

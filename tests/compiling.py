@@ -45,10 +45,12 @@ def check_training(
     captures: Sequence[Tensor] = (),
     reference_captures: Sequence[Tensor] = (),
     floor: float = 1e-6,
+    near_mod: Any = None,
 ) -> Tensor:
     """Output and all gradients of ``function`` are as near to float64 as dense attention of the same precision.
 
-    ``reference_mod`` is ``score_mod`` on ``reference_captures`` (float64 leaves).
+    ``reference_mod`` is ``score_mod`` on ``reference_captures`` (float64 leaves); ``near_mod`` is ``score_mod`` where
+    that cannot be called on tensors that broadcast.
     """
     q, k, v = inputs
     out = function(q, k, v, score_mod, block_mask)
@@ -59,7 +61,8 @@ def check_training(
     exact = dense_attention_with_gradients(
         q, k, v, d_out, None, dense, reference_mod, reference_captures, dtype=torch.float64
     )
-    same = dense_attention_with_gradients(q, k, v, d_out, None, dense, score_mod, captures, dtype=q.dtype)
+    near_mod = near_mod or score_mod
+    same = dense_attention_with_gradients(q, k, v, d_out, None, dense, near_mod, captures, dtype=q.dtype)
     assert_within_factor(out, same.out, exact.out, floor=floor)
     for actual, near, right in zip(
         grads, (same.dq, same.dk, same.dv, *same.captures), (exact.dq, exact.dk, exact.dv, *exact.captures), strict=True

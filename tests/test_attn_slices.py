@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import magi_flex
 from magi_flex.attn_slices import (
     SLICE_TYPES,
     AttnSlices,
@@ -21,7 +22,7 @@ from magi_flex.attn_slices import (
 )
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
-from tests.cases.masks import MASKS, make_mask
+from tests.cases.masks import MASKS, dense_mask, make_mask
 
 CASES = {
     case["name"]: case
@@ -75,6 +76,16 @@ def test_lists(name: str) -> None:
     again = intervals_from_attn_slices(back.q_ranges, back.k_ranges, back.types, q_len, kv_len)
     assert torch.equal(again.starts, intervals.starts) and torch.equal(again.ends, intervals.ends)
     assert len(back.types) <= max(len(slices.types), 12)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["q_len"] <= 2500])
+def test_block_masks_of_lists(name: str) -> None:
+    case = CASES[name]
+    slices, q_len, kv_len = lists(case), case["q_len"], case["kv_len"]
+    block_mask = magi_flex.from_attn_slices(slices.q_ranges, slices.k_ranges, slices.types, q_len, kv_len, device="cpu")
+    expected = intervals_from_attn_slices(slices.q_ranges, slices.k_ranges, slices.types, q_len, kv_len).to_dense()
+    assert torch.equal(dense_mask(block_mask.mask_mod, 1, 1, q_len, kv_len), expected)
+    assert torch.equal(magi_flex.plan(block_mask).to_dense(), expected)
 
 
 def test_areas_that_are_known() -> None:

@@ -88,6 +88,13 @@ def test_bad_use_is_one_line(arguments: list[str], message: str, capsys) -> None
     assert message in printed.err and "Traceback" not in printed.err and printed.err.count("\n") == 1
 
 
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys) -> None:
+    for name in ("matplotlib", "matplotlib.axes", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["explain", "causal", "--q-len", "8", "--device", "cpu", "--plot", "map.png"]) == 2
+    assert "pip install 'magi-flex[plot]'" in capsys.readouterr().err
+
+
 def test_bench_lists_the_scripts_of_the_checkout(capsys) -> None:
     assert cli.main(["bench", "--list"]) == 0
     names = capsys.readouterr().out.split()

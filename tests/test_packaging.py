@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -59,6 +60,47 @@ def test_no_module_of_the_package_imports_tests_examples_or_benchmarks() -> None
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom):
                     assert (node.module or "").partition(".")[0] not in ("tests", "examples", "benchmarks"), path
+
+
+def floors() -> dict[str, int]:
+    """Module or package -> floor, from the table in docs/design.md."""
+    found: dict[str, int] = {}
+    for floor, cell in re.findall(r"^\| (\d) \| (.*?) \|", (ROOT / "docs/design.md").read_text(), re.M):
+        for folder, names in re.findall(r"`([a-z_/]+)/`(?:: ((?:`\w+`(?:, )?)+))?", cell):
+            package = folder.replace("/", ".")
+            for module in re.findall(r"\w+", names) or [""]:
+                found[f"{package}.{module}".rstrip(".")] = int(floor)
+    return found
+
+
+def floor_of(module: str, table: dict[str, int]) -> int | None:
+    """The floor of a module: its own, or its package's."""
+    while module and module not in table:
+        module = module.rpartition(".")[0]
+    return table.get(module)
+
+
+def test_no_file_imports_upward() -> None:
+    table = floors()
+    assert table["magi_flex.intervals"] == 0 and table["magi_flex.kernels"] == 2 and table["magi_flex"] == 7
+    for name in table:
+        path = ROOT / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), f"docs/design.md names {name}, which is not there"
+    for folder in package_folders():
+        for path in folder.glob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            for node in ast.walk(ast.parse(path.read_text())):
+                imported: list[str] = []
+                if isinstance(node, ast.Import):
+                    imported = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    imported = [f"{node.module}.{alias.name}" for alias in node.names]
+                for target in imported:
+                    floor = floor_of(target, table)
+                    assert floor is None or floor <= floor_of(module, table), (
+                        f"{path}:{node.lineno} imports {target} from floor {floor}; docs/design.md has the floors "
+                        f"(what it does not name belongs to its package's floor)"
+                    )
 
 
 @pytest.mark.parametrize(

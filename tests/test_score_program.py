@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as stock
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import magi_flex
+from inductor_lowering.score_analysis import recognise
+from inductor_lowering.tile_program import score_program
+from inductor_lowering.torch_compat import item_access_as_index
+from magi_flex.kernels import route
 from tests.cases.masks import make_mask
-from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
+from tests.cases.reference import assert_within_factor, dense_attention, dense_attention_with_gradients
 from tests.cases.score_mods import SCORE_MODS, make_score_mod
 from tests.compiling import attend, check_training, qkv
+
+_cpu = route.load("cpu")
+CPU = None if isinstance(_cpu, str) or _cpu.missing(torch.device("cpu")) else "cpu"  # needs a compiler
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +94,108 @@ def test_compiled() -> None:
     for name, actual in (("dq", dq), ("dk", dk), ("dv", dv)):
         near, exact = (sum(part) for part in zip(*sums[name], strict=True))
         assert_within_factor(actual, near, exact, floor=2e-6)
+
+
+# ---- recognised steps -----------------------------------------------------------------------------------------------
+
+RECOGNISED = {
+    "identity": [],
+    "softcap": ["softcap"],
+    "alibi": ["distance"],
+    "alibi_causal": ["distance"],
+    "decay": ["distance"],
+    "relative_table": ["read"],
+    "t5": ["table"],
+    "pair_bias": ["read"],
+    "query_dependent_bias": ["read"],
+    "key_bias": ["read"],
+    "log_gates": ["read", "read"],
+}
+
+
+def recipe_of(score_mod: Any, captures: list[Tensor] | None = None) -> Any:
+    """The recipe of ``score_mod(score, b, h, q, k, *captures)``, as a compiled graph would have it."""
+    scalars = [torch.zeros(()), *(torch.zeros((), dtype=torch.int32) for _ in range(4))]
+    with item_access_as_index():
+        graph = make_fx(score_mod, tracing_mode="fake", _allow_non_fake_inputs=True)(*scalars, *(captures or ()))
+    return recognise(score_program(graph), "t" * len(captures or ()))
+
+
+@pytest.mark.parametrize("name", sorted(SCORE_MODS))
+def test_what_is_recognised(name: str) -> None:
+    case = make_score_mod(name, 2, 4, 33, 70)
+    names = sorted(case.captures)
+
+    def lifted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *captures: Tensor) -> Tensor:
+        return case.bind(dict(zip(names, captures, strict=True)))(score, b, h, q, k)
+
+    recipe = recipe_of(lifted, [case.captures[n].detach() for n in names])
+    assert (None if recipe is None else [step[0] for step in recipe]) == RECOGNISED.get(name)
+
+
+SLOPES, TABLE, GATES = torch.rand(4) + 0.1, torch.randn(4, 200), torch.randn(2, 80)
+COMPOSITIONS: dict[str, Any] = {
+    "scale, softcap, alibi": lambda s, b, h, q, k: 30 * torch.tanh(s * 2.0 / 30) - SLOPES[h] * (q - k).abs(),
+    "softcap of a sum": lambda s, b, h, q, k: torch.tanh((s + TABLE[h, q - k + 90]) / 5) * 5,
+    "tanh alone": lambda s, b, h, q, k: torch.tanh(s) + 1.5,
+    "slopes by formula": lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / 4)),
+    "slope for all": lambda s, b, h, q, k: s - 0.05 * (q - k),
+    "clipped distance": lambda s, b, h, q, k: s - 0.1 * (q - k).clamp(min=0, max=20).float() * (b + 1),
+    "transposed table": lambda s, b, h, q, k: s + 2 * TABLE.T[k + 3, h] - TABLE[h, 5],
+    "strided index": lambda s, b, h, q, k: (s + TABLE[h, 2 * q]) / 2,
+    "two axes apart": lambda s, b, h, q, k: s + (GATES[b, q] - GATES[b, k]) * 0.5,
+    "negative index": lambda s, b, h, q, k: s + TABLE[h, q - k],
+    "minus the score": lambda s, b, h, q, k: 1 - s,
+    "captured scalar added": lambda s, b, h, q, k: s + SLOPES.sum(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSITIONS))
+def test_compositions(name: str) -> None:
+    """Recognised, served natively, and the same as the general program."""
+    score_mod = COMPOSITIONS[name]
+    assert recipe_of(score_mod) is not None
+    inputs = qkv(q_len=33, kv_len=70)
+    check_training(attend, inputs, None, None, score_mod, floor=2e-6)
+    exact = dense_attention(*inputs, None, score_mod).out
+    near = dense_attention(*inputs, None, score_mod, dtype=torch.float32).out
+    native = attend(*inputs, score_mod, kernel_options={"magi_backend": CPU}) if CPU else exact
+    assert_within_factor(native, near, exact, floor=2e-6)
+
+
+def test_chained_index() -> None:
+    """table[h][q] indexes a row first; its gradient is scattered twice."""
+    table = torch.randn(4, 33, 70, requires_grad=True)
+    exact = table.detach().double().requires_grad_()
+    check_training(
+        torch.compile(attend, fullgraph=True),
+        qkv(q_len=33, kv_len=70),
+        None,
+        None,
+        lambda s, b, h, q, k: s + table[h][q, k],
+        lambda s, b, h, q, k: s + exact[h, q, k],
+        [table],
+        [exact],
+        floor=2e-6,
+        near_mod=lambda s, b, h, q, k: s + table[h, q, k],
+    )
+
+
+def test_a_table_that_covers_only_attended_pairs() -> None:
+    """Out of bounds at masked pairs: no native steps, but the right result and gradient."""
+    table = torch.randn(4, 600, requires_grad=True)
+    exact = table.detach().double().requires_grad_()
+    case = make_mask("sliding_window", 700)
+    block_mask = stock.create_block_mask(case.mask_mod, None, None, 700, 700, device="cpu")
+    check_training(
+        attend,
+        qkv(batch=1, q_len=700),
+        case.dense(),
+        block_mask,
+        lambda s, b, h, q, k: s + table[h, q - k],
+        lambda s, b, h, q, k: s + exact[h, (q - k).clamp(0, 599)],
+        [table],
+        [exact],
+        floor=2e-6,
+        near_mod=lambda s, b, h, q, k: s + table[h, (q - k).clamp(0, 599)],
+    )

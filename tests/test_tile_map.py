@@ -93,9 +93,3 @@ def test_a_file_is_written(q_len: int, kv_len: int, suffix: str, tmp_path: Path)
     assert tile_map.draw(plan, target, title="full", counts=counts, q_tile=128, kv_tile=128) == target
     head = target.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in head
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_without_matplotlib_the_error_says_what_to_install() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'magi-flex\[plot\]'"):
-        tile_map.draw(MaskPlan(RowIntervals.full(4, 4)), None, title="", counts={}, q_tile=128, kv_tile=128)

@@ -1,16 +1,22 @@
 // Entry points of the CPU attention library (a plain C interface: no torch headers, seconds to compile).
 #include "attention.h"
 
+#include "amx_products.h"
 #include "backward.h"
+#include "float_products.h"
 #include "forward.h"
 
-extern "C" {
+#define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
 
-int32_t magi_attention_forward(const magi::Attention* attention) { return magi::Forward(*attention).run(); }
+MAGI_EXPORT int32_t magi_attention_forward(const magi::Attention* attention) {
+#if defined(MAGI_HAS_AMX)
+  if (attention->q.type == magi::Type::kBFloat16 && magi::amx_allowed()) {
+    return magi::Forward<magi::AmxProducts>(*attention).run();
+  }
+#endif
+  return magi::Forward<magi::FloatProducts>(*attention).run();
+}
 
-int32_t magi_attention_backward(const magi::Attention* attention) { return magi::Backward(*attention).run(); }
-
-// Lanes of a vector: how this build was compiled.
-int32_t magi_lanes() { return magi::kLanes; }
-
-}  // extern "C"
+MAGI_EXPORT int32_t magi_attention_backward(const magi::Attention* attention) {
+  return magi::Backward(*attention).run();
+}

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <memory>
 
 #include "mask.h"
 #include "microkernel.h"

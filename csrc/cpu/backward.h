@@ -110,7 +110,7 @@ class Backward {
 
   void reset(RowTileMask& mask, int64_t batch, int64_t head, int64_t row_tile) const {
     const int64_t first = row_tile * kQueryTile;
-    mask.reset(a_.mask, batch, head, first, std::min(first + kQueryTile, a_.q_len), a_.q_len, a_.kv_len);
+    mask.reset(a_.mask, batch, head, first, std::min(first + kQueryTile, a_.q_len), a_.q_len, a_.kv_len, 1);
   }
 
   void run_split(Unit& unit, int64_t split) {

@@ -12,15 +12,17 @@
 
 namespace magi {
 
+// Products: how the two matrix products are computed (FloatProducts, AmxProducts).
+template <class Products>
 class Forward {
  public:
   explicit Forward(const Attention& a)
-      : a_(a), steps_(a.score), factors_(factors(a, steps_)), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)),
-        row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
+      : a_(a), steps_(a.score), factors_(factors(a, steps_)), products_(a, factors_.query), v_dim_(int(a.v_head_dim)),
+        out_rows_(Products::out_rows(v_dim_)), row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
 
   Status run() {
     const int64_t items = a_.batch * a_.q_heads * row_tiles_;
-    const bool ok = parallel_items(a_.threads, items, [&](int64_t item) {
+    const bool ok = products_.prepare() && parallel_items(a_.threads, items, [&](int64_t item) {
       // Late rows first: under a causal mask they have the most keys.
       const int64_t head = item / row_tiles_, tile = row_tiles_ - 1 - item % row_tiles_;
       row_tile(head / a_.q_heads, head % a_.q_heads, tile * kQueryTile);
@@ -29,22 +31,17 @@ class Forward {
   }
 
  private:
+  using Worker = typename Products::Worker;
   struct Buffers {
-    float *q_panels, *out_panels, *scores, *k, *v, *rows, *max, *sum;
+    float *out_panels, *rows, *max, *sum;
   };
 
   Buffers buffers() const {
     static thread_local Scratch scratch;
-    const size_t q = size_t(kQueryTile) * dim_, out = size_t(kQueryTile) * v_dim_;
-    const size_t scores = size_t(kKeyTile) * kPanel, k = size_t(kKeyTile) * dim_, v = size_t(kKeyTile) * v_dim_;
-    const size_t rows = size_t(kQueryTile) * std::max(dim_, v_dim_);
-    scratch.reserve({q, out, scores, k, v, rows, kQueryTile, kQueryTile});
+    const size_t out = size_t(kQueryTile) * out_rows_, rows = size_t(kQueryTile) * v_dim_;
+    scratch.reserve({out, rows, kQueryTile, kQueryTile});
     Buffers b;
-    b.q_panels = scratch.take(q);
     b.out_panels = scratch.take(out);
-    b.scores = scratch.take(scores);
-    b.k = scratch.take(k);
-    b.v = scratch.take(v);
     b.rows = scratch.take(rows);
     b.max = scratch.take(kQueryTile);
     b.sum = scratch.take(kQueryTile);
@@ -53,49 +50,42 @@ class Forward {
 
   void row_tile(int64_t batch, int64_t head, int64_t first) {
     static thread_local RowTileMask mask;
-    const int64_t last = std::min(first + kQueryTile, a_.q_len);
-    const int rows = int(last - first);
+    const int rows = int(std::min<int64_t>(kQueryTile, a_.q_len - first));
     const Buffers b = buffers();
     const int64_t kv_head = head / (a_.q_heads / a_.kv_heads);
-    mask.reset(a_.mask, batch, head, first, last, a_.q_len, a_.kv_len);
+    mask.reset(a_.mask, batch, head, first, first + rows, a_.q_len, a_.kv_len, Products::kTileAlign);
     std::fill_n(b.max, kQueryTile, -kInfinity);
     std::fill_n(b.sum, kQueryTile, 0.0f);
-    std::fill_n(b.out_panels, kQueryTile * v_dim_, 0.0f);
+    std::fill_n(b.out_panels, kQueryTile * out_rows_, 0.0f);
     if (!mask.tiles().empty()) {
-      load_rows(a_.q, batch, head, first, last, dim_, b.rows, dim_);
-      for (int p = 0; p < panel_count(rows); ++p) {
-        rows_to_panel(b.rows + p * kPanel * dim_, dim_, std::min(kPanel, rows - p * kPanel), kPanel, dim_,
-                      factors_.query, b.q_panels + p * kPanel * dim_);
-      }
-    }
-    for (const KeyTile& tile : mask.tiles()) {
-      const Rows k = rows_in_float(a_.k, batch, kv_head, tile, dim_, b.k);
-      const Rows v = rows_in_float(a_.v, batch, kv_head, tile, v_dim_, b.v);
-      for (int p = 0; p < panel_count(rows); ++p) {
-        const PanelPlace place = panel_place(batch, head, first, rows, p);
-        PanelMask panel_mask;
-        mask.panel(p, place.vecs, tile, &panel_mask);
-        if (panel_mask.lo < panel_mask.hi) panel(place, p, tile, panel_mask, k, v, b);
+      Worker worker(products_);
+      worker.load_queries(batch, head, first, rows);
+      for (const KeyTile& tile : mask.tiles()) {
+        worker.load_keys(batch, kv_head, tile);
+        for (int p = 0; p < panel_count(rows); ++p) {
+          const PanelPlace place = panel_place(batch, head, first, rows, p);
+          PanelMask panel_mask;
+          mask.panel(p, place.vecs, tile, &panel_mask);
+          if (panel_mask.lo < panel_mask.hi) panel(place, p, tile, panel_mask, worker, b);
+        }
       }
     }
     finish(batch, head, first, rows, b);
   }
 
-  void panel(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Rows k, Rows v,
+  void panel(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Worker& worker,
              const Buffers& b) {
-    const int keys = mask.hi - mask.lo;
-    multiply_in_parts(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
-                    b.scores, kPanel);
-    if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, b.scores, nullptr, kPanel)) {
+    float* scores = worker.scores(p, place.vecs, mask.lo, mask.hi);
+    if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, scores, nullptr, kPanel)) {
       bias_ok_ = false;
     }
-    if (!mask.full) apply_mask(mask, place.vecs, b.scores, kPanel);
-    float* out = b.out_panels + p * kPanel * v_dim_;
+    if (!mask.full) apply_mask(mask, place.vecs, scores, kPanel);
+    float* out = b.out_panels + p * kPanel * out_rows_;
     for (int j = 0; j < place.vecs; ++j) {
-      softmax(keys, b.scores + j * kLanes, b.max + p * kPanel + j * kLanes, b.sum + p * kPanel + j * kLanes,
+      softmax(mask.hi - mask.lo, scores + j * kLanes, b.max + p * kPanel + j * kLanes, b.sum + p * kPanel + j * kLanes,
               out + j * kLanes);
     }
-    multiply<true>(v_dim_, place.vecs, keys, {v.data + mask.lo * v.row, 1, v.row}, b.scores, kPanel, out, kPanel);
+    worker.add_values(place.vecs, mask.lo, mask.hi, out);
   }
 
   // One column of lanes: scores become exp2(factor * (score - max)); sum and out are brought to the new maximum.
@@ -135,7 +125,7 @@ class Forward {
       a_.max_score[at + i] = max;
     }
     for (int p = 0; p < panel_count(rows); ++p) {
-      float* out = b.out_panels + p * kPanel * v_dim_;
+      float* out = b.out_panels + p * kPanel * out_rows_;
       float inverse[kPanel];
       for (int lane = 0; lane < kPanel; ++lane) {
         const float sum = b.sum[p * kPanel + lane];
@@ -152,7 +142,8 @@ class Forward {
   const Attention& a_;
   const ScoreSteps steps_;
   const Factors factors_;
-  const int dim_, v_dim_;
+  Products products_;
+  const int v_dim_, out_rows_;
   const int64_t row_tiles_;
   std::atomic<bool> bias_ok_{true};
 };

@@ -45,8 +45,10 @@ struct PanelMask {
 
 class RowTileMask {
  public:
-  // Rows [begin, end) of one head; at most kQueryTile.
-  void reset(const Mask& mask, int64_t batch, int64_t head, int64_t begin, int64_t end, int64_t q_len, int64_t kv_len) {
+  // Rows [begin, end) of one head; at most kQueryTile.  Tiles begin at multiples of `align`, which divides kKeyTile.
+  void reset(const Mask& mask, int64_t batch, int64_t head, int64_t begin, int64_t end, int64_t q_len, int64_t kv_len,
+             int align) {
+    align_ = align;
     rows_ = int(end - begin);
     kv_len_ = kv_len;
     slots_ = int(mask.slots);
@@ -171,7 +173,7 @@ class RowTileMask {
 
   void cut() {
     size_t run = 0, full = 0;
-    int64_t key = covered_.empty() ? 0 : covered_[0].first;
+    int64_t key = covered_.empty() ? 0 : covered_[0].first / align_ * align_;
     while (run < covered_.size()) {
       KeyTile tile{key, key, false};
       const int64_t limit = key + kKeyTile;
@@ -183,7 +185,7 @@ class RowTileMask {
       while (full < full_runs_.size() && full_runs_[full].second < tile.end) ++full;
       tile.full = full < full_runs_.size() && full_runs_[full].first <= tile.begin;
       tiles_.push_back(tile);
-      if (run < covered_.size()) key = std::max(limit, covered_[run].first);
+      if (run < covered_.size()) key = std::max(limit, covered_[run].first / align_ * align_);
     }
   }
 
@@ -268,7 +270,7 @@ class RowTileMask {
   const Mask* mask_ = nullptr;
   const int32_t* row_ptr_ = nullptr;
   int64_t begin_ = 0, kv_len_ = 0;
-  int rows_ = 0, slots_ = 0;
+  int rows_ = 0, slots_ = 0, align_ = 1;
   int first_slot_[kQueryTile / kLanes] = {};
   std::vector<int32_t> starts_, ends_;  // [slots, kQueryTile]; rows beyond the tile's are empty
   std::vector<Edge> opens_, closes_;

@@ -14,7 +14,7 @@
 namespace magi {
 
 // Registers: rows * vecs accumulators, vecs of B, one of A.  Three vectors a row of C load the least per product.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__) || defined(__aarch64__) || defined(MAGI_LANES)
 constexpr int kBlockRows = 8;
 #else
 constexpr int kBlockRows = 4;

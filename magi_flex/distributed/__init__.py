@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from magi_flex.distributed.context_parallel import ContextParallel
+    from magi_flex.distributed.context_parallel import ContextParallel, attend_local
     from magi_flex.distributed.cost_model import Costs
     from magi_flex.distributed.dispatch import Dispatch, solve_dispatch
     from magi_flex.distributed.group_collective import group_cast, group_reduce
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ContextParallel": "context_parallel",
+    "attend_local": "context_parallel",
     "Costs": "cost_model",
     "Dispatch": "dispatch",
     "solve_dispatch": "dispatch",
@@ -29,6 +30,7 @@ __all__ = [
     "Dispatch",
     "GroupPlan",
     "Timeline",
+    "attend_local",
     "group_cast",
     "group_reduce",
     "solve_dispatch",

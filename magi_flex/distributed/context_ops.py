@@ -85,7 +85,7 @@ def _staged(
         score = replace(score, index_map=indices)
     shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
     plan = mask.plan(shape, q.shape[1], backward, batch_offset, head_offset)
-    return mask, StagedAttention(plan, mask.group, scale, score, backend, mask.timeline)
+    return mask, StagedAttention(plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch)
 
 
 def run_forward(

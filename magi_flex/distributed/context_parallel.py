@@ -47,7 +47,7 @@ class ContextParallel:
         masks: BlockMasks, MaskPlans or RowIntervals of equal lengths, of the whole problem, the same on every rank.
             Layers that use different ones share the dispatch, which balances all of them.
         dim: name of the mesh dimension; needed if the mesh has several.
-        forward_stages, backward_stages, keep_keys, ranks_per_node, costs: see :class:`Options`.
+        forward_stages, backward_stages, keep_keys, ranks_per_node, move, prefetch, costs: see :class:`Options`.
 
     Attributes:
         block_masks: for flex_attention on DTensors that are sharded by :meth:`shard`, one for each mask.
@@ -81,7 +81,8 @@ class ContextParallel:
         if ranks % self.options.ranks_per_node:
             raise ValueError(f"ranks_per_node: got {self.options.ranks_per_node}, which must divide the {ranks} ranks")
         stages = (self.options.forward_stages or 0, self.options.backward_stages or 0)
-        check_masks(intervals, self.group, (*stages, self.options.keep_keys, self.options.ranks_per_node))
+        options_of_rank = (*stages, self.options.keep_keys, self.options.ranks_per_node, self.options.move == "auto")
+        check_masks(intervals, self.group, options_of_rank)
         lengths = {(mask.q_len, mask.kv_len) for mask in intervals}
         if len(lengths) > 1:
             raise ValueError(
@@ -191,19 +192,6 @@ class ContextParallel:
             rolled, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=_contiguous_strides(x.shape)
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None = None, **kwargs: Any) -> Any:
-        """flex_attention for models whose activations are plain tensors: this rank's rows ``[B, H, Q, D]`` and keys.
-
-        Wraps them into DTensors, calls flex_attention (with ``kwargs``) and gives the local results.
-        """
-        block_mask = self.block_mask if block_mask is None else block_mask
-        wrapped = []
-        for x, length in ((q, self.q_len), (k, self.kv_len), (v, self.kv_len)):
-            shape = (*x.shape[:2], length, x.shape[3])
-            wrapped.append(self._distribute(x, shape, 2))
-        result = flex_attention(*wrapped, block_mask=block_mask, **kwargs)
-        return torch.utils._pytree.tree_map(lambda y: y.to_local() if isinstance(y, DTensor) else y, result)
-
     def _dispatch_of(self, x: Tensor, dim: int) -> Dispatch:
         for dispatch in (self.dispatch, self.kv_dispatch):
             if x.shape[dim] == dispatch.length:
@@ -214,11 +202,7 @@ class ContextParallel:
         )
 
     def _distribute(self, local: Tensor, shape: tuple[int, ...], dim: int) -> DTensor:
-        placements: list[Any] = [Replicate()] * self.mesh.ndim
-        placements[self.mesh_dim] = Shard(dim)
-        return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous_strides(shape)
-        )
+        return _distribute(local, self.mesh, self.mesh_dim, shape, dim)
 
     # ---- masks ----------------------------------------------------------------------------------------------------
 
@@ -236,6 +220,8 @@ class ContextParallel:
             replicated(self._order[self.q_len]),
             replicated(self._order[self.kv_len]),
             CanonicalMaskMod(replicated(canonical.starts), replicated(canonical.ends), canonical.kv_len, bits),
+            self.mesh,
+            self.mesh_dim,
         )
         q_block, kv_block = block_size or (_block_size(self.q_len), _block_size(self.kv_len))
         rows, columns = -(-self.q_len // q_block), -(-self.kv_len // kv_block)
@@ -251,6 +237,33 @@ class ContextParallel:
             BLOCK_SIZE=(q_block, kv_block),
             mask_mod=mask_mod,
         )
+
+
+def attend_local(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, block_mask: BlockMask, **kwargs: Any) -> Any:
+    """flex_attention for models whose activations are plain tensors: this rank's rows and keys, in dispatch order.
+
+    Wraps them into DTensors, calls flex_attention (with ``kwargs``) and gives the local results.  ``block_mask`` is a
+    ContextParallel's; nothing else of it is needed, so that this may be called inside of a compiled model.
+    """
+    mask_mod = block_mask.mask_mod
+    if not isinstance(mask_mod, ContextMaskMod):
+        raise ValueError("block_mask: must be a ContextParallel's block_mask")
+    q_len, kv_len = block_mask.seq_lengths
+    wrapped = [
+        _distribute(x, mask_mod.mesh, mask_mod.mesh_dim, (x.shape[0], x.shape[1], length, x.shape[3]), 2)
+        for x, length in ((q_BHQD, q_len), (k_BGKD, kv_len), (v_BGKD, kv_len))
+    ]
+    result = flex_attention(*wrapped, block_mask=block_mask, **kwargs)
+    return torch.utils._pytree.tree_map(lambda y: y.to_local() if isinstance(y, DTensor) else y, result)
+
+
+def _distribute(local: Tensor, mesh: DeviceMesh, mesh_dim: int, shape: tuple[int, ...], dim: int) -> DTensor:
+    """A DTensor of this global shape from this rank's rows of dimension ``dim``; replicated over the mesh otherwise."""
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    placements[mesh_dim] = Shard(dim)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous_strides(shape)
+    )
 
 
 def _all_blocks(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -293,4 +306,7 @@ def _intervals(mask: Mask, device: torch.device) -> RowIntervals:
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(1, size))
+    return tuple(strides)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 MAX_STAGES = 8
+PREFETCH = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,18 @@ class Shape:
         """Bytes of the float32 gradient of one key with its value."""
         return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * 4
 
+    def query_bytes(self, backward: bool) -> int:
+        """Bytes of a query that goes to another rank's keys, and of what comes back.
+
+        Forward: q, then out, lse and largest score in float32.  Backward: q, out, d_out, lse and d_lse, then dq in
+        float32.
+        """
+        if backward:
+            dims = (self.head_dim + 2 * self.v_head_dim) * self.element_size + 8 + 4 * self.head_dim
+        else:
+            dims = self.head_dim * self.element_size + 4 * self.v_head_dim + 8
+        return self.batch * self.q_heads * dims
+
     def pair_flops(self, backward: bool) -> int:
         """Floating point operations of one (query, key) pair: 2 products forward, 5 backward."""
         if backward:
@@ -62,16 +75,40 @@ class Costs:
     launch: float = 20e-6
 
 
-def pipeline_seconds(
-    local_compute: float, remote_compute: float, communication: float, stages: int, latency: float, launch: float
-) -> float:
-    """Time of local attention, then ``stages`` remote parts, each computed while the next one arrives.
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds since the pass began: when a stage's keys leave and are here, and when its attention runs."""
 
-    The first part arrives while the local keys are computed.
+    sent: float
+    arrived: float
+    begin: float
+    end: float
+
+
+def pipeline(
+    local_compute: float,
+    remote_compute: float,
+    communication: float,
+    stages: int,
+    costs: Costs,
+    prefetch: int = PREFETCH,
+) -> list[StageTimes]:
+    """Local attention, then ``stages`` equal remote parts; up to ``prefetch`` of them are on their way beside it.
+
+    The keys of stage i leave when those of stage i - 1 are here and the attention of stage i - prefetch begins.
     """
-    arrive = communication / stages + latency
-    compute = remote_compute / stages + launch
-    return max(local_compute + launch, arrive) + (stages - 1) * max(arrive, compute) + compute
+    arrive = communication / stages + costs.latency
+    compute = remote_compute / stages + costs.launch
+    times: list[StageTimes] = []
+    done = local_compute + costs.launch
+    for i in range(stages):
+        sent = times[-1].arrived if times else 0.0
+        if i >= prefetch:
+            sent = max(sent, times[i - prefetch].begin)
+        begin = max(done, sent + arrive)
+        done = begin + compute
+        times.append(StageTimes(sent, sent + arrive, begin, done))
+    return times
 
 
 def choose_stages(
@@ -83,6 +120,7 @@ def choose_stages(
     remote_keys: float,
     crosses_network: bool,
     keep_keys: bool = False,
+    prefetch: int = PREFETCH,
 ) -> int:
     """The stage count from 1 to 8 with the shortest predicted pass.
 
@@ -102,14 +140,9 @@ def choose_stages(
     bandwidth = costs.network_bandwidth if crosses_network else costs.node_bandwidth
     best, least = 1, math.inf
     for stages in range(1, MAX_STAGES + 1):
-        seconds = pipeline_seconds(
-            compute * (1 - remote_share),
-            compute * remote_share,
-            bytes_ / bandwidth,
-            stages,
-            costs.latency,
-            costs.launch,
-        )
+        seconds = pipeline(
+            compute * (1 - remote_share), compute * remote_share, bytes_ / bandwidth, stages, costs, prefetch
+        )[-1].end
         if seconds < least * (1 - 1e-6):
             best, least = stages, seconds
     return best

@@ -29,7 +29,17 @@ logger = logging.getLogger("magi_flex")
 
 COMPILERS = ("g++", "clang++", "c++")
 # No -ffast-math: infinities and NaN must keep their meaning, sums their order.
-OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# Hidden symbols: two builds of the library in one process must not share their inline functions' statics.
+OPTIONS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-shared",
+)
 # Tried in turn: not every compiler knows the processor, and Apple's comes without OpenMP (std::thread takes over).
 TARGETS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
 

@@ -67,9 +67,9 @@ class TiledBackend(Backend):
         mask = RowTileMask(request.plan, part.batch, part.heads, rows.start, rows.stop, part.kv_tile)
         for begin, end in mask.key_tiles():
             keys = slice(begin, end)
-            scores = part.scores(request, q_BHQD, keys)
-            scores = part.modified(request.score, scores, rows, keys)
             mask_BHQK = mask.mask(begin, end)
+            scores = part.scores(request, q_BHQD, keys)
+            scores = part.modified(request.score, scores, mask_BHQK, rows, keys)
             if mask_BHQK is not None:
                 scores = torch.where(mask_BHQK, scores, -math.inf)
             new_top = torch.maximum(top_BHQ, scores.amax(-1))
@@ -133,9 +133,9 @@ class TiledBackend(Backend):
         mask = RowTileMask(request.plan, part.batch, part.heads, rows.start, rows.stop, part.kv_tile)
         for begin, end in mask.key_tiles():
             keys = slice(begin, end)
-            scores = part.scores(request, q_BHQD, keys)
-            weights = torch.exp(part.modified(request.score, scores, rows, keys) - shift_BHQ[..., None])
             mask_BHQK = mask.mask(begin, end)
+            scores = part.scores(request, q_BHQD, keys)
+            weights = torch.exp(part.modified(request.score, scores, mask_BHQK, rows, keys) - shift_BHQ[..., None])
             if mask_BHQK is not None:
                 weights = torch.where(mask_BHQK, weights, 0)
             d_weights = part.times_values(d_out_BHQE, part.keys(request.v, keys))
@@ -210,12 +210,14 @@ class Part:
         )
         return [b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.view(1, 1, -1, 1), k.view(1, 1, 1, -1)]
 
-    def modified(self, score: ScoreProgram, scores: Tensor, rows: slice, keys: slice) -> Tensor:
+    def modified(
+        self, score: ScoreProgram, scores: Tensor, mask_BHQK: Tensor | None, rows: slice, keys: slice
+    ) -> Tensor:
         if score.is_identity:
             return scores
         assert score.forward is not None
         args = [scores, *self._indices(score, scores, rows, keys), *score.captures]
-        return score.forward.run(args, scores.device, self.work).to(self.work).expand(scores.shape)
+        return score.forward.run(args, scores.device, self.work, mask_BHQK).to(self.work).expand(scores.shape)
 
     def unmodified(
         self,
