@@ -16,7 +16,7 @@ from magi_flex.tiles import TilePlan, build_tile_plan
 
 KEY_TILE = 128
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
-# Cost model in steps, fitted to timings (docs/ffa.md): a work item's loads and drained pipeline; for each key tile whose
+# Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; for each key tile whose
 # dK and dV are summed in memory, clearing and converting the sums; what longest-first order leaves at the end, of the
 # longest item.
 _ITEM_STEPS, _BLOCK_STEPS, _TAIL = 2.0, 5.0, 0.15

@@ -1,17 +1,20 @@
 // The two light kernels around the attention backward.
 //
 // prepare: per query row lse with +inf for empty rows, and delta = sum(dO * O) - dlse / ln 2, so that
-// dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, d lse / d s = P / ln 2).
-// It also zeroes the dQ buffer and the work counter.
+// dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, so that
+// d lse / d s = P / ln 2).  It also zeroes the dQ buffer and the work counter.
 //
-// finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.  The buffer holds groups of 8 query rows as fragments of dQ^T: float4 number
-// (panel * 4 + warp) * 32 + lane of a group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows
-// 2 (lane % 4) (+ 1), row first.  The dK/dV buffer holds a key tile as fragments of the consumer warpgroups: float4 number
+// finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.
+//
+// The dQ buffer holds groups of 8 query rows as fragments of dQ^T: float4 number (panel * 4 + warp) * 32 + lane of a
+// group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows 2 (lane % 4) (+ 1), row first.
+//
+// The dK/dV buffer holds a key tile as fragments of the consumer warpgroups: float4 number
 // (warpgroup * kHeadDim / 8 + j) * 128 + thread has the columns 8 j + 2 (lane % 4) (+ 1) of the rows
 // 64 warpgroup + 16 warp + lane / 4 (+ 8), column first.
 #pragma once
 
-#include "backward.cuh"
+#include "backward_shared.cuh"
 
 namespace ffa {
 
@@ -107,7 +110,9 @@ template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(c
     }
     float4* buffer = params.dq_buffer + padded_row * (kHeadDim / 4);
 #pragma unroll
-    for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) buffer[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) {
+        buffer[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+    }
 }
 
 // dK (which = 0) or dV (1) of one block of the buffer; blocks are numbered as by Planner::find_item.
@@ -124,8 +129,9 @@ FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
     }
     const int begin = params.tile_begin[index], rows = params.tile_end[index] - begin;
     const float4* buffer = params.dkv_buffer + (static_cast<int64>(block) * 2 + which) * (kKeys * kHeadDim / 4);
-    auto* out = static_cast<Element*>(which ? params.dv : params.dk) +
-                batch * (which ? params.dv_batch : params.dk_batch) + kv_head * (which ? params.dv_head : params.dk_head);
+    const int64 batch_stride = which ? params.dv_batch : params.dk_batch;
+    const int64 head_stride = which ? params.dv_head : params.dk_head;
+    auto* out = static_cast<Element*>(which ? params.dv : params.dk) + batch * batch_stride + kv_head * head_stride;
     const int64 row_stride = which ? params.dv_row : params.dk_row;
     const float scale = which ? 1.0f : params.scale;
 #pragma unroll 4
