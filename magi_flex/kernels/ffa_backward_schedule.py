@@ -16,9 +16,9 @@ from magi_flex.tiles import TilePlan, build_tile_plan
 
 KEY_TILE = 128
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
-# Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; for each key tile whose
-# dK and dV are summed in memory, clearing and converting the sums; what longest-first order leaves at the end, of the
-# longest item.
+# Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
+# converting the sums of a key tile whose dK and dV are summed in memory; what longest-first order leaves at the end, of
+# the longest item.
 _ITEM_STEPS, _BLOCK_STEPS, _TAIL = 2.0, 5.0, 0.15
 # Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
 # heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads.
