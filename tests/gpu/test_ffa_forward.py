@@ -11,7 +11,16 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import FfaBackend, forward_instance, forward_schedule
 from magi_flex.kernels.ffa_forward import launch_forward
-from magi_flex.kernels.request import AttentionOutput, AttentionRequest, Multiply, ScoreProgram
+from magi_flex.kernels.request import (
+    AttentionOutput,
+    AttentionRequest,
+    Bias,
+    Distance,
+    Multiply,
+    ScoreProgram,
+    ScoreStep,
+    Softcap,
+)
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask
 from tests.cases.reference import assert_within_factor, dense_attention
@@ -107,6 +116,71 @@ def test_layouts_and_scales() -> None:
     for scale, factor in ((-0.1, 1.0), (0.1, -2.0), (0.0, 1.0), (30.0, 1.0), (1e-3, 7.0)):
         score = ScoreProgram(steps=(Multiply(factor),))
         check(AttentionRequest(q, k, v, plan, scale, score), dense.cuda())
+
+
+def modified(score: Tensor, q: Tensor, k: Tensor, h: Tensor, b: Tensor, steps: tuple[ScoreStep, ...]) -> Tensor:
+    for step in steps:
+        match step:
+            case Multiply(factor):
+                score = score * factor
+            case Softcap(cap):
+                score = cap * torch.tanh(score / cap)
+            case Distance(slopes, absolute):
+                distance = (k - q).abs() if absolute else k - q
+                score = score + slopes.cpu().to(score.dtype)[h % slopes.numel()] * distance
+            case Bias(table, (sb, sh, sq, sk), offset, factor):
+                flat = table.cpu().flatten().to(score.dtype)
+                score = score + factor * flat[offset + b * sb + h * sh + q * sq + k * sk]
+    return score
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("group", [1, 4])
+def test_score_steps(head_dim: int, group: int) -> None:
+    batch, kv_heads, q_len, kv_len = 2, 2, 150, 291
+    heads = kv_heads * group
+    case = make_mask("sink_and_window", q_len, kv_len)
+    dense = case.dense()
+    plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+    q, k, v = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, min(head_dim, 128)))
+    pair = torch.randn(batch, heads, q_len, kv_len, device="cuda")
+    relative = torch.randn(heads, q_len + kv_len, device="cuda").to(torch.bfloat16)
+    key = torch.randn(kv_len, device="cuda").to(torch.float16)
+    slopes = torch.rand(heads, device="cuda") * -0.1
+    width = q_len + kv_len
+    programs: list[tuple[ScoreStep, ...]] = [
+        (Softcap(5.0),),
+        (Multiply(-2.0), Softcap(20.0), Multiply(3.0)),
+        (Distance(slopes, absolute=True),),
+        (Distance(slopes[:1], absolute=False), Softcap(10.0)),
+        (Bias(pair, (heads * q_len * kv_len, q_len * kv_len, kv_len, 1), 0),),
+        (Bias(relative, (0, width, 1, -1), kv_len - 1, 0.5), Bias(key, (0, 0, 0, 1), 0)),
+    ]
+    for steps in programs:
+        request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps))
+        result = FfaBackend().forward(request)
+        q_cpu, k_cpu, v_cpu = q.cpu(), k.cpu(), v.cpu()
+
+        def mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor, steps=steps) -> Tensor:
+            return modified(score, row, col, h, b, steps)
+
+        exact, rounded = (
+            dense_attention(q_cpu, k_cpu, v_cpu, dense, mod, 0.2, dtype) for dtype in (torch.float64, q.dtype)
+        )
+        assert_within_factor(result.out.cpu(), rounded.out, exact.out, floor=1e-3)
+        assert_within_factor(result.lse.cpu(), rounded.lse, exact.lse, floor=1e-3)
+        assert_within_factor(result.max_score.cpu(), rounded.max_score, exact.max_score, floor=1e-3)
+
+
+def test_short_steps() -> None:
+    """Every number of keys, so that the short step occurs alone, before whole steps, and not at all."""
+    q_len, kv_len = 600, 300
+    ends = torch.arange(q_len, dtype=torch.int32).view(1, 1, 1, -1) % (kv_len + 1)
+    starts = (ends - 140).clamp(min=0) * (torch.arange(q_len) % 3 == 0).int()
+    plan = MaskPlan(RowIntervals.build(starts, ends, kv_len))
+    for heads, kv_heads in ((8, 1), (2, 2)):
+        q, k, v = inputs((1, heads, kv_heads, q_len, kv_len, 128, 128))
+        check(AttentionRequest(q, k, v, on_gpu(plan), 0.1), plan.to_dense().cuda())
 
 
 def test_no_keys_or_rows() -> None:

@@ -6,10 +6,11 @@
 // Rows of a tile are (position, head) pairs: kPack query heads that share a key/value head are packed into one tile.
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
-// FFA_KV_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_PACK, FFA_STAGE_OUT,
-// FFA_WIDE_OUT.
+// FFA_KV_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_NARROW_TILE,
+// FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT, FFA_SCORE_STEPS (a list of ScoreStep values).
 #include "mask.cuh"
 #include "ptx.cuh"
+#include "score.cuh"
 #include "softmax.cuh"
 
 using namespace ptx;
@@ -19,11 +20,13 @@ constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kVDim = FFA_V_DIM;
 constexpr int kKvTile = FFA_KV_TILE;
 constexpr int kConsumers = FFA_CONSUMERS;  // warpgroups
+constexpr int kNarrowTile = FFA_NARROW_TILE;  // keys of the short step that an item may begin with; 0: there is none
 constexpr int kKStages = FFA_K_STAGES;      // buffers of K
 constexpr int kVStages = FFA_V_STAGES;      // buffers of V
 constexpr int kPack = FFA_PACK;  // query heads in a row tile
 constexpr bool kStageOut = FFA_STAGE_OUT;    // 16-bit output goes through shared memory and TMA
 constexpr bool kWideOut = FFA_WIDE_OUT;      // float32 output
+using Score = ScoreSteps<FFA_SCORE_STEPS>;
 static_assert(!(kStageOut && kWideOut), "float32 output is not staged");
 
 constexpr int kRows = 64 * kConsumers;
@@ -48,8 +51,9 @@ struct ForwardParams {
     const int* starts;
     const int* ends;
     // Row tiles in the order in which they are worked on.
-    const int4* tile_rows;  // first row, end row, mask (batch * mask_heads + head), key tiles to visit
-    const int4* tile_runs;  // begin and end in partial_runs, begin and end in full_runs
+    const int4* tile_rows;   // first row, end row, mask (batch * mask_heads + head), whole key tiles to visit
+    const int4* tile_runs;   // begin and end in partial_runs, begin and end in full_runs
+    const int2* tile_heads;  // begin and end of the keys of a short step before the runs; empty where there is none
     const int2* partial_runs;
     const int2* full_runs;
     void* out_pointer;
@@ -57,10 +61,12 @@ struct ForwardParams {
     float* max_score;  // the same, or null
     int* next_item;    // zero at launch; null where there is no more than one item a CTA
     int64 out_stride_batch, out_stride_head, out_stride_row;
-    float scale_log2;  // log2(e) * scale, positive
-    int q_len, heads, group, v_dim;
+    float scale_log2;   // positive; from scores (after the score steps, if there are any) to powers of two
+    float score_scale;  // from q k^T to what the first score step sees
+    int q_len, kv_len, heads, group, v_dim;
     int intervals, mask_batch, mask_heads;
     int row_tiles, replicas, replica_heads, section;  // see Item
+    ScoreStepParams score_steps[Score::kCount > 0 ? Score::kCount : 1];
 };
 
 // What a consumer must know about a key tile.
@@ -73,7 +79,11 @@ struct KeyTile {
 struct Item {
     int row_begin, row_end, mask, key_tiles;
     int batch, head, kv_head;
+    int2 short_step;
     int4 runs;
+
+    FFA_DEVICE bool has_short_step() const { return kNarrowTile > 0 && short_step.y > short_step.x; }
+    FFA_DEVICE bool has_keys() const { return key_tiles > 0 || has_short_step(); }
 };
 
 struct Shared {
@@ -97,6 +107,7 @@ FFA_DEVICE Item load_item(const ForwardParams& params, int index) {
     const int4 rows = __ldg(params.tile_rows + tile);
     Item item;
     item.runs = __ldg(params.tile_runs + tile);
+    item.short_step = __ldg(params.tile_heads + tile);
     item.row_begin = rows.x;
     item.row_end = rows.y;
     item.mask = rows.z;
@@ -136,7 +147,7 @@ struct Producer {
         mbarrier_wait(&shared.q_empty, q_parity ^ 1);
         q_parity ^= 1;
         shared.item = item;
-        if (item.key_tiles <= 0) {
+        if (item.key_tiles < 0 || !item.has_keys()) {
             mbarrier_arrive(&shared.q_full);
             return;
         }
@@ -182,6 +193,17 @@ struct Producer {
             const int next_index =
                 params.next_item == nullptr ? items : static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
             bool first = true;
+            const auto load = [&](int key, int limit, bool masked) {
+                load_k(item, key, limit, masked);
+                if (first) {
+                    load_q(item);
+                    first = false;
+                } else {
+                    load_pending_v(item);
+                }
+                pending_key = key;
+            };
+            if (item.has_short_step()) load(item.short_step.x, item.short_step.y, true);
             for (int kind = 0; kind < 2; ++kind) {
                 const bool partial = kind == 0;
                 const int2* runs = partial ? params.partial_runs : params.full_runs;
@@ -189,14 +211,7 @@ struct Producer {
                 for (int r = partial ? item.runs.x : item.runs.z; r < run_end; ++r) {
                     const int2 run = __ldg(runs + r);
                     for (int key = run.x; key < run.y; key += kKvTile) {
-                        load_k(item, key, run.y, partial || key + kKvTile > run.y);
-                        if (first) {
-                            load_q(item);
-                            first = false;
-                        } else {
-                            load_pending_v(item);
-                        }
-                        pending_key = key;
+                        load(key, run.y, partial || key + kKvTile > run.y);
                     }
                 }
             }
@@ -223,8 +238,6 @@ struct Consumer {
     Ring<kKStages> k_ring;
     Ring<kVStages> v_ring;
     float (&acc_o)[kVDim / 2];
-    float (&acc_s)[kKvTile / 2];
-    uint32 (&p)[kKvTile / 4];
     OnlineSoftmax rows;
     Item item;
 
@@ -235,7 +248,7 @@ struct Consumer {
     // Row h (0, 1) of this thread's fragment, counted from the first row of the tile.
     FFA_DEVICE int fragment_row(int h) const { return 64 * group + 16 * (thread / 32) + lane_index() / 4 + 8 * h; }
 
-    FFA_DEVICE void build_mask(FragmentMask<kKvTile>& mask, const KeyTile& tile) {
+    template <int kColumns> FFA_DEVICE void build_mask(FragmentMask<kColumns>& mask, const KeyTile& tile) {
         if (!tile.masked) return;
         const int64 base = static_cast<int64>(item.mask) * params.intervals * params.q_len;
         int rows_of_fragment[2];
@@ -248,31 +261,44 @@ struct Consumer {
                             tile.begin, tile.limit);
     }
 
-    FFA_DEVICE void issue_scores(int stage) {
-        const uint64 q_operand =
-            Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.q + group * 64 * kSwizzleQK);
+    // Starts scores = Q K^T for the first kColumns keys of a buffer.
+    template <int kColumns> FFA_DEVICE void issue_scores(float (&scores)[kColumns / 2], int stage) {
+        const uint64 q_operand = Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.q + group * 64 * kSwizzleQK);
         const uint64 k_operand = Descriptor<kSwizzleQK>::contraction_is_contiguous(shared.k[stage]);
-        fence_registers(acc_s);
+        fence_registers(scores);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; ++step) {
             const int panel = step * 32 / kSwizzleQK, offset = step * 32 % kSwizzleQK;
-            Wgmma<kType, kKvTile>::ss(acc_s,
-                                      Descriptor<kSwizzleQK>::advance(q_operand, panel * kRows * kSwizzleQK + offset),
-                                      Descriptor<kSwizzleQK>::advance(k_operand, panel * kKvTile * kSwizzleQK + offset),
-                                      step != 0);
+            Wgmma<kType, kColumns>::ss(
+                scores, Descriptor<kSwizzleQK>::advance(q_operand, panel * kRows * kSwizzleQK + offset),
+                Descriptor<kSwizzleQK>::advance(k_operand, panel * kKvTile * kSwizzleQK + offset), step != 0);
         }
         wgmma_commit();
     }
 
-    FFA_DEVICE void issue_output(int stage) {
-        const uint64 v_operand =
-            Descriptor<kSwizzleV>::contraction_is_strided(shared.v[stage], kKvTile * kSwizzleV);
+    template <int kColumns> FFA_DEVICE void modify_scores(float (&scores)[kColumns / 2], const KeyTile& tile) {
+        if constexpr (Score::kCount > 0) {
+#pragma unroll
+            for (int i = 0; i < kColumns / 2; ++i) {
+                const int tile_row = fragment_row(i / 2 % 2);
+                // Positions outside of the lengths are masked; their tables must be readable all the same.
+                const ScoreIndex at{item.batch, item.head + tile_row % kPack,
+                                    min(item.row_begin + tile_row / kPack, params.q_len - 1),
+                                    min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
+                scores[i] = Score::apply(scores[i] * params.score_scale, params.score_steps, at);
+            }
+        }
+    }
+
+    // Starts output += P V for the first kColumns keys of a buffer.
+    template <int kColumns> FFA_DEVICE void issue_output(uint32 (&p)[kColumns / 4], int stage) {
+        const uint64 v_operand = Descriptor<kSwizzleV>::contraction_is_strided(shared.v[stage], kKvTile * kSwizzleV);
         fence_registers(acc_o);
         fence_registers(p);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kKvTile / 16; ++step) {
+        for (int step = 0; step < kColumns / 16; ++step) {
             Wgmma<kType, kVDim, false, true>::rs(acc_o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
                                                  Descriptor<kSwizzleV>::advance(v_operand, step * 16 * kSwizzleV), 1);
         }
@@ -285,9 +311,9 @@ struct Consumer {
         for (int i = 0; i < kVDim / 2; ++i) acc_o[i] *= rows.factor[(i / 2) % 2];
     }
 
-    FFA_DEVICE void pack_probabilities() {
+    template <int kCount> FFA_DEVICE static void pack_probabilities(const float (&scores)[kCount], uint32 (&p)[kCount / 2]) {
 #pragma unroll
-        for (int i = 0; i < kKvTile / 4; ++i) p[i] = pack_pair<kType>(acc_s[2 * i], acc_s[2 * i + 1]);
+        for (int i = 0; i < kCount / 2; ++i) p[i] = pack_pair<kType>(scores[2 * i], scores[2 * i + 1]);
     }
 
     FFA_DEVICE void run() {
@@ -296,57 +322,89 @@ struct Consumer {
             item = shared.item;
             const int key_tiles = warp_uniform(item.key_tiles);
             if (key_tiles < 0) return;
-            if (key_tiles == 0) {
+            if (item.has_keys()) {
+#pragma unroll
+                for (int i = 0; i < kVDim / 2; ++i) acc_o[i] = 0.0f;
+                rows.reset();
+                if constexpr (kNarrowTile > 0) {
+                    if (warp_uniform(item.has_short_step())) attend_short_step<kNarrowTile>(key_tiles == 0);
+                }
+                if (key_tiles > 0) attend(key_tiles);
+                store();
+            } else {
                 store_empty();
                 release(&shared.q_empty);
-            } else {
-                attend(key_tiles);
-                store();
             }
         }
     }
 
+    // Up to kColumns keys, one thing after the other: half the work of a whole tile for what is left over of a run.
+    template <int kColumns> FFA_DEVICE void attend_short_step(bool item_ends) {
+        float scores[kColumns / 2];
+        uint32 p[kColumns / 4];
+        FragmentMask<kColumns> mask;
+        const int stage = k_ring.stage;
+        mbarrier_wait(&shared.k_full[stage], k_ring.parity);
+        const KeyTile tile = shared.key_tiles[stage];
+        issue_scores<kColumns>(scores, stage);
+        build_mask(mask, tile);
+        wgmma_wait<0>();
+        fence_registers(scores);
+        finish_scores(stage, item_ends);
+        modify_scores<kColumns>(scores, tile);
+        mask.apply(scores);
+        rows.update(scores, params.scale_log2);
+        pack_probabilities(scores, p);
+        mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+        issue_output<kColumns>(p, v_ring.stage);
+        wgmma_wait<0>();
+        fence_registers(acc_o);
+        finish_output();
+    }
+
     FFA_DEVICE void attend(int key_tiles) {
-#pragma unroll
-        for (int i = 0; i < kVDim / 2; ++i) acc_o[i] = 0.0f;
-        rows.reset();
+        float scores[kKvTile / 2];
+        uint32 p[kKvTile / 4];
         FragmentMask<kKvTile> mask;
         // The first tile has no product with V to hide behind, and is kept out of the loop: the compiler serializes
         // products whose waits depend on a branch.
         int stage = k_ring.stage;
         mbarrier_wait(&shared.k_full[stage], k_ring.parity);
         KeyTile tile = shared.key_tiles[stage];
-        issue_scores(stage);
+        issue_scores<kKvTile>(scores, stage);
         build_mask(mask, tile);
         wgmma_wait<0>();
-        fence_registers(acc_s);
+        fence_registers(scores);
         finish_scores(stage, key_tiles == 1);
-        if (tile.masked) mask.apply(acc_s);
-        rows.update(acc_s, params.scale_log2);
-        pack_probabilities();
+        modify_scores<kKvTile>(scores, tile);
+        if (tile.masked) mask.apply(scores);
+        rows.update(scores, params.scale_log2);
+        if constexpr (kNarrowTile > 0) rescale_output();
+        pack_probabilities(scores, p);
         for (int i = 1; i < key_tiles; ++i) {
             stage = k_ring.stage;
             mbarrier_wait(&shared.k_full[stage], k_ring.parity);
             tile = shared.key_tiles[stage];
             named_barrier_sync(1 + group, 256);
-            issue_scores(stage);
+            issue_scores<kKvTile>(scores, stage);
             mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
-            issue_output(v_ring.stage);
+            issue_output<kKvTile>(p, v_ring.stage);
             named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
             build_mask(mask, tile);
             wgmma_wait<1>();
-            fence_registers(acc_s);
+            fence_registers(scores);
             finish_scores(stage, i + 1 == key_tiles);
-            if (tile.masked) mask.apply(acc_s);
-            rows.update(acc_s, params.scale_log2);
+            modify_scores<kKvTile>(scores, tile);
+            if (tile.masked) mask.apply(scores);
+            rows.update(scores, params.scale_log2);
             wgmma_wait<0>();
             fence_registers(acc_o);
             finish_output();
             rescale_output();
-            pack_probabilities();
+            pack_probabilities(scores, p);
         }
         mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
-        issue_output(v_ring.stage);
+        issue_output<kKvTile>(p, v_ring.stage);
         wgmma_wait<0>();
         fence_registers(acc_o);
         finish_output();
@@ -559,9 +617,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         // The first warpgroup's turn at the products comes first.
         if (warpgroup == kConsumers) named_barrier_arrive(1, 256);
         float acc_o[kVDim / 2];
-        float acc_s[kKvTile / 2];
-        uint32 p[kKvTile / 4];
-        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128), {}, {}, acc_o, acc_s, p};
+        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128), {}, {}, acc_o};
         consumer.run();
         bulk_wait<0>();
     }
