@@ -92,7 +92,8 @@ def test_every_length(length: int) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    for group, wide in ((1, False), (4, True), (8, False), (6, False)):
+    groups = [(1, False), (4, True)] + ([(8, False), (6, False)] if dims == (128, 128) else [])
+    for group, wide in groups:
         case = make_mask("prefix_lm_in_documents", 515)
         dense = case.dense()
         q, k, v = inputs((2, 2 * group, 2, 515, 515, *dims), dtype, seed=group)
@@ -134,7 +135,7 @@ def modified(score: Tensor, q: Tensor, k: Tensor, h: Tensor, b: Tensor, steps: t
     return score
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4])
 def test_score_steps(head_dim: int, group: int) -> None:
     batch, kv_heads, q_len, kv_len = 2, 2, 150, 291
