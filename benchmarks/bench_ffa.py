@@ -91,7 +91,10 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, 
     v = torch.randn(1, kv_heads, length, v_dim, **kind)
     lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
     plan = MaskPlan(RowIntervals(lo, hi, length))
-    instance = forward_instance(q.dtype, head_dim, v_dim, heads // kv_heads, 1)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    instance = forward_instance(
+        q.dtype, head_dim, v_dim, heads // kv_heads, 1, rows=heads * length, multiprocessors=sms
+    )
     schedule = forward_schedule(plan, instance)
     out = torch.empty(1, heads, length, v_dim, **kind)
     lse = torch.empty(1, heads, length, device="cuda")

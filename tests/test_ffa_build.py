@@ -64,15 +64,15 @@ def test_forward_uses_the_matrix_units_and_spills_nothing(wide_out: bool) -> Non
     # Twice (before and in the loop), and once more for the short step: 8 steps over the head dim for the scores, and
     # one every 16 keys for the output.
     assert found[HGMMA] == 3 * (128 // 16) + (2 * instance.kv_tile + instance.narrow_tile) // 16
-    # Masks become predicates: 32 bits of two rows, at most 7 at a time.
-    assert found[R2P] >= 2 * 2 * 4
+    # Masks become predicates: kv_tile / 4 bits of two rows, at most 7 at a time, twice.
+    assert found[R2P] >= 2 * 2 * (instance.kv_tile // 4 // 7)
     assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
 
 
 @needs_compiler
 def test_other_head_dims_spill_nothing() -> None:
-    for dims in ((64, 64), (256, 256)):  # the tightest in registers
-        instance = forward_instance(torch.float16, *dims, group=1, mask_heads=1, wide_out=False)
+    for dims, steps in (((64, 64), ()), ((256, 256), ()), ((128, 128), ("softcap",))):  # the tightest in registers
+        instance = forward_instance(torch.float16, *dims, group=1, mask_heads=1, score_steps=steps)
         cubin = instance.compile()
         assert (cubin.spill_bytes, cubin.warnings) == (0, []), instance
 
@@ -158,6 +158,18 @@ def test_schedule_covers_the_plan_longest_tiles_first(seed: int, narrow_tile: in
     assert costs == sorted(costs)
     if seed % 2 == 0:  # runs may begin anywhere
         assert (short_steps > 0) == (narrow_tile > 0)
+
+
+def test_row_tiles_that_fill_the_last_wave() -> None:
+    def consumers(rows: int, **options) -> int:
+        return forward_instance(torch.bfloat16, 128, 128, 8, 1, rows=rows, **options).consumers
+
+    assert consumers(64 * 32768) == 3
+    assert consumers(64 * 2048) == 2  # 7.8 waves of 128 rows are fuller than 5.2 of 192
+    assert consumers(132 * 192) == 3
+    assert consumers(132 * 128) == 2
+    assert consumers(64 * 32768, score_steps=("softcap",)) == 2
+    assert forward_instance(torch.bfloat16, 256, 256, 8, 1, rows=64 * 2048).consumers == 2
 
 
 def test_schedule_of_nothing() -> None:
