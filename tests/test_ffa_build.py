@@ -165,11 +165,11 @@ def test_row_tiles_that_fill_the_last_wave() -> None:
         return forward_instance(torch.bfloat16, 128, 128, 8, 1, rows=rows, **options).consumers
 
     assert consumers(64 * 32768) == 3
-    assert consumers(64 * 2048) == 2  # 7.8 waves of 128 rows are fuller than 5.2 of 192
     assert consumers(132 * 192) == 3
     assert consumers(132 * 128) == 2
+    assert consumers(64 * 512) == 2  # two waves of 128 rows are full, of 192 the second is a third full
     assert consumers(64 * 32768, score_steps=("softcap",)) == 2
-    assert forward_instance(torch.bfloat16, 256, 256, 8, 1, rows=64 * 2048).consumers == 2
+    assert forward_instance(torch.bfloat16, 256, 256, 8, 1, rows=64 * 32768).consumers == 2
 
 
 def test_schedule_of_nothing() -> None:
