@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, table, write_results
+from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
 from benchmarks.workloads import document_lengths
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import forward_instance, forward_schedule
@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_forward.json is written")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        leave("needs a Hopper GPU")
     heads, kv_heads = map(int, args.heads.split(":"))
     rows = []
     for pair in args.dims.split(","):
