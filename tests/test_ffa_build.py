@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import cuda_build
+from magi_flex.kernels import cuda_build, ffa_ahead
 from magi_flex.kernels.cuda_build import CompileError, Cubin, compile_cubin, has_compiler
 from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, leading_factors
 from magi_flex.kernels.ffa_schedule import make_schedule
@@ -75,6 +75,20 @@ def test_other_head_dims_spill_nothing() -> None:
         instance = forward_instance(torch.float16, *dims, group=1, mask_heads=1, score_steps=steps)
         cubin = instance.compile()
         assert (cubin.spill_bytes, cubin.warnings) == (0, []), instance
+
+
+@needs_compiler
+def test_kernels_built_ahead_are_those_that_run(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ffa_ahead, "HEAD_DIMS", ((64, 64),))
+    kept = {instance.defines()["FFA_PACK"] for instance in ffa_ahead.forward_instances([1, 8, 16])}
+    assert kept == {1, 8}
+    ahead = ffa_ahead.forward_instances([8])
+    assert forward_instance(torch.float16, 64, 64, 8, 1) in ahead and len(ahead) == 4
+    monkeypatch.setattr(ffa_ahead, "forward_instances", lambda groups: ahead[:1])
+    monkeypatch.setattr(cuda_build, "cache_directory", lambda: tmp_path)
+    ffa_ahead.main(["--jobs", "1"])
+    assert len(list(tmp_path.glob("forward-sm_90a-*.cubin"))) == 1
+    assert "1 of 1 kernels" in capsys.readouterr().out
 
 
 @needs_compiler

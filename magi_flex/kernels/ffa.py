@@ -63,6 +63,7 @@ _THREE_WARPGROUPS = {
     (128, 128): Tiles(80, 32, 3, 3, 3, True),
     (192, 128): Tiles(64, 0, 3, 2, 3, True),
 }
+HEAD_DIMS = tuple(_TWO_WARPGROUPS)
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
@@ -166,7 +167,7 @@ def compiled_head_dims(head_dim: int, v_dim: int) -> tuple[int, int] | None:
     """The least compiled pair that holds these head dims, or None where there is none."""
     if head_dim % 8 or v_dim % 8:
         return None
-    return next((pair for pair in _TWO_WARPGROUPS if head_dim <= pair[0] and v_dim <= pair[1]), None)
+    return next((pair for pair in HEAD_DIMS if head_dim <= pair[0] and v_dim <= pair[1]), None)
 
 
 def forward_instance(

@@ -1,8 +1,8 @@
 // The forward kernel's options, parameters, work items and shared memory.
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
-// FFA_KV_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_NARROW_TILE,
-// FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT, FFA_SCORE_STEPS (a list of ScoreStep values).
+// FFA_KV_TILE, FFA_NARROW_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT,
+// FFA_SCORE_STEPS (a list of ScoreStep values).
 #pragma once
 
 #include "ptx.cuh"
@@ -14,13 +14,13 @@ constexpr DType kType = DType::FFA_DTYPE;
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kVDim = FFA_V_DIM;
 constexpr int kKvTile = FFA_KV_TILE;
-constexpr int kConsumers = FFA_CONSUMERS;  // warpgroups
 constexpr int kNarrowTile = FFA_NARROW_TILE;  // keys of the short step that an item may begin with; 0: there is none
-constexpr int kKStages = FFA_K_STAGES;      // buffers of K
-constexpr int kVStages = FFA_V_STAGES;      // buffers of V
-constexpr int kPack = FFA_PACK;  // query heads in a row tile
-constexpr bool kStageOut = FFA_STAGE_OUT;    // 16-bit output goes through shared memory and TMA
-constexpr bool kWideOut = FFA_WIDE_OUT;      // float32 output
+constexpr int kConsumers = FFA_CONSUMERS;     // warpgroups
+constexpr int kKStages = FFA_K_STAGES;        // buffers of K
+constexpr int kVStages = FFA_V_STAGES;        // buffers of V
+constexpr int kPack = FFA_PACK;               // query heads in a row tile
+constexpr bool kStageOut = FFA_STAGE_OUT;     // 16-bit output goes through shared memory and TMA
+constexpr bool kWideOut = FFA_WIDE_OUT;       // float32 output
 using Score = ScoreSteps<FFA_SCORE_STEPS>;
 static_assert(!(kStageOut && kWideOut), "float32 output is not staged");
 
