@@ -82,6 +82,18 @@ def _merge_sorted(slots: list[tuple[Tensor, Tensor]], kv_len: int) -> None:
         slots[r] = slots[r][0].masked_fill(~begins[r], kv_len), own_end.masked_fill(~begins[r], 0)
 
 
+def _ascending(bounds_BHRQ: Tensor) -> bool:
+    return bool((bounds_BHRQ[..., 1:] >= bounds_BHRQ[..., :-1]).all())
+
+
+def _count_up_to(bounds_BHQ: Tensor, kv_len: int) -> Tensor:
+    """For every key, how many of the bounds are at most that key, int64 ``[B, H, K]``."""
+    batch, heads, q_len = bounds_BHQ.shape
+    head = torch.arange(batch * heads, device=bounds_BHQ.device).repeat_interleave(q_len)
+    count = torch.bincount(head * (kv_len + 1) + bounds_BHQ.flatten(), minlength=batch * heads * (kv_len + 1))
+    return count.view(batch, heads, kv_len + 1)[..., :kv_len].cumsum(2)
+
+
 def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys that a row has and the row before has not (``step`` 1), or the other way round (-1), as (row, begin, end).
 
@@ -287,6 +299,10 @@ class RowIntervals:
         None where some key would need more than ``max_intervals`` intervals of rows.
         """
         batch, heads, _, q_len = self.starts.shape
+        if self.max_intervals == 1 and _ascending(self.starts) and _ascending(self.ends):
+            # The rows that end past a key are the last ones, those that begin up to it the first ones.
+            begins, ends = (_count_up_to(x.squeeze(2), self.kv_len) for x in (self.ends, self.starts))
+            return RowIntervals.build(begins[:, :, None], ends[:, :, None], q_len)
         total_keys = batch * heads * self.kv_len
         appear, vanish = (_changes(self, step) for step in (1, -1))
         if sum(int((end - begin).sum()) for _, begin, end in (appear, vanish)) > 2 * max_intervals * total_keys:

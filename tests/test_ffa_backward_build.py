@@ -16,7 +16,7 @@ from magi_flex.kernels.ffa_backward_schedule import (
     plan_backward,
     tile_steps,
 )
-from magi_flex.kernels.request import RequestFacts
+from magi_flex.kernels.request import Multiply, RequestFacts, ScoreStep, Softcap
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
 from tests.test_ffa_build import HGMMA, LOAD_LOCAL, STORE_LOCAL, instructions
@@ -113,12 +113,12 @@ def test_the_plan_must_have_key_tiles() -> None:
 
 
 def test_what_the_backward_leaves_to_others() -> None:
-    def objections(dim: int, deterministic: bool = False) -> list[str]:
-        facts = RequestFacts(
-            torch.device("cuda"), torch.bfloat16, dim, dim, 8, 8, (), False, True, False, deterministic=deterministic
-        )
+    def objections(dim: int, steps: tuple[type[ScoreStep], ...] = (), deterministic: bool = False) -> list[str]:
+        device = torch.device("cuda")
+        facts = RequestFacts(device, torch.bfloat16, dim, dim, 8, 8, steps, False, True, False, deterministic)
         return FfaBackend().objections(facts)
 
-    assert objections(128) == []
+    assert objections(128) == objections(128, (Multiply,)) == []
     assert objections(192) == ["its backward serves head dims up to 128, not 192 and 192"]
+    assert objections(64, (Multiply, Softcap)) == ["the score steps Softcap are not in its backward"]
     assert objections(64, deterministic=True) == ["its backward sums the gradients of q in no fixed order"]
