@@ -116,5 +116,5 @@ def test_bench_passes_over_what_does_not_fit_and_reports_failures(tmp_path, monk
     printed = capfd.readouterr().out
     assert "passed over: needs more" in printed and "measured" in printed
     (folder / "bench_bad.py").write_text("raise SystemExit(1)\n")
-    assert cli.main(["bench"]) == 1
+    assert cli.main(["bench", "bad"]) == 1
     assert "failed: bad" in capfd.readouterr().err

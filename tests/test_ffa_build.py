@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections import Counter
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import cuda_build, ffa_ahead
+from magi_flex.kernels import cuda_build, cuda_driver, ffa_ahead
 from magi_flex.kernels.cuda_build import CompileError, Cubin, compile_cubin, has_compiler
-from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, leading_factors
+from magi_flex.kernels.cuda_driver import is_tma_ready
+from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, leading_factors, tma_ready
 from magi_flex.kernels.ffa_schedule import make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
 from magi_flex.kernels.plan_cache import derived
@@ -109,6 +111,29 @@ def test_compiled_code_is_kept_and_told_apart(tmp_path, monkeypatch) -> None:
     assert compile_cubin("toy/toy.cu", {"VALUE": 1}).code != first.code
     with pytest.raises(CompileError, match="VALUE"):
         compile_cubin("toy/toy.cu", {})
+
+
+def test_parameter_block() -> None:
+    block = cuda_driver.ParameterBlock(2, struct.Struct("<Qi"))
+    assert block.address % 64 == 0 and block.size == 2 * 128 + 64
+    block.set_map(1, bytes(range(128)))
+    block.set_rest(1 << 40, -7)
+    packed = ctypes.string_at(block.address, block.size)
+    assert packed[:128] == bytes(128) and packed[128:256] == bytes(range(128))
+    assert struct.unpack_from("<Qi", packed, 256) == (1 << 40, -7)
+
+
+def test_what_the_copy_engine_takes() -> None:
+    x = torch.zeros(2, 4, 6, 64, dtype=torch.bfloat16)
+    assert is_tma_ready(x) and is_tma_ready(x.transpose(1, 2)) and is_tma_ready(x[..., 8:24])
+    assert is_tma_ready(x[:, :, :1, :].transpose(0, 2))
+    assert not is_tma_ready(x[..., 4:])  # address
+    assert not is_tma_ready(x.transpose(2, 3))  # last axis
+    assert not is_tma_ready(x[..., :60].contiguous())  # stride of 120 bytes
+    assert not is_tma_ready(x[:1].expand(2, -1, -1, -1))  # stride 0
+    for y in (x[..., 4:60], x[:1].expand(2, -1, -1, -1)):
+        assert torch.equal(tma_ready(y[..., :56]), y[..., :56]) and is_tma_ready(tma_ready(y[..., :56]))
+    assert tma_ready(x) is x
 
 
 def test_reports_are_understood() -> None:

@@ -23,6 +23,7 @@ from magi_flex.kernels.ffa_score import STEP, KernelScore
 LOG2_E = math.log2(math.e)
 # ForwardParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q2f12i"
+_MAPS = 4
 # Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
 _L2_BYTES = 32 << 20
 
@@ -77,8 +78,13 @@ class ForwardInstance:
             "FFA_PACK": self.pack,
             "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,
+            "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
             "FFA_SCORE_STEPS": ",".join(f"ScoreStep::{kind}" for kind in self.score_steps or ("none",)),
         }
+
+    def params(self) -> struct.Struct:
+        """The kernel's parameters behind its tensor maps."""
+        return struct.Struct(_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
@@ -108,9 +114,8 @@ class _Launcher:
         self.kernel = load_kernel(instance, q.device.index)
         self.multiprocessors = multiprocessors(q.device.index)
         self.threads = 128 * (instance.consumers + 1)
-        steps = max(1, len(instance.score_steps))
         self.no_steps = () if instance.score_steps else (0,) * 7
-        self.params = cuda_driver.ParameterBlock(4, struct.Struct(_PARAMS + STEP.format.lstrip("<") * steps))
+        self.params = cuda_driver.ParameterBlock(_MAPS, instance.params())
         swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
         by_row = (3, 1, 2, 0)  # head dim, head, row, batch
         by_key = (3, 2, 1, 0)  # head dim, key, head, batch

@@ -64,6 +64,8 @@ struct ForwardParams {
     ScoreStepParams score_steps[Score::kCount > 0 ? Score::kCount : 1];
 };
 
+static_assert(sizeof(ForwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");
+
 // What a consumer must know about a key tile.
 struct KeyTile {
     int begin, limit, masked;
