@@ -17,7 +17,7 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa_backward import MAX_HEAD_DIM, BackwardInstance, launch_backward
+from magi_flex.kernels.ffa_backward import MAX_HEAD_DIM, BackwardInstance, backward_instance, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
@@ -172,12 +172,8 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        instance = BackwardInstance(
-            q.dtype,
-            64 if max(q.shape[3], v.shape[3]) <= 64 else 128,
-            wide=request.wide_results,
-            wide_out=out.dtype == torch.float32,
-        )
+        wide_out = out.dtype == torch.float32
+        instance = backward_instance(q.dtype, q.shape[3], v.shape[3], request.wide_results, wide_out)
         with torch.cuda.device(q.device):
             launch_backward(
                 instance,

@@ -61,6 +61,13 @@ class BackwardInstance:
         return compile_cubin("ffa/backward.cu", self.defines())
 
 
+def backward_instance(
+    dtype: torch.dtype, head_dim: int, v_dim: int, wide: bool = False, wide_out: bool = False
+) -> BackwardInstance:
+    """The variant for these head dims, both at most MAX_HEAD_DIM."""
+    return BackwardInstance(dtype, 64 if max(head_dim, v_dim) <= 64 else 128, wide=wide, wide_out=wide_out)
+
+
 @functools.lru_cache(maxsize=256)
 def load_kernels(
     instance: BackwardInstance, device_index: int
