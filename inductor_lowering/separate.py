@@ -133,13 +133,16 @@ class _Separator:
 
     def _atom(self, op: str, key: Tensor, row: Tensor) -> Formula:
         """``key <op> row`` for whole numbers, as an atom."""
+        keys = self.key_values(key)
+        low, high = keys.bounds
+        if max(abs(low), abs(high)) > _LARGEST:
+            raise NotSeparable("numbers too large for exact arithmetic")
+        row = row.clamp(low - 1, high + 1)  # beyond, the answer does not change
         if op in ("lt", "gt"):
             op, row = ("le", row - 1) if op == "lt" else ("ge", row + 1)
         if key.shape[3] == 1 and self.program.sizes["k"] != 1:
             return RowTerm({"le": key <= row, "ge": key >= row, "eq": key == row, "ne": key != row}[op])
-        if op == "ne":
-            return negation(Compare("eq", self.key_values(key), row))
-        return Compare(op, self.key_values(key), row)
+        return negation(Compare("eq", keys, row)) if op == "ne" else Compare(op, keys, row)
 
     def key_values(self, key: Tensor) -> KeyValues:
         """One KeyValues for each tensor object, so that what is found out about it is found out once."""

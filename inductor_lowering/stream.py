@@ -13,13 +13,72 @@ from torch import Tensor
 from inductor_lowering.words import intervals_words
 from magi_flex.bit_tiles import unpack_bits
 from magi_flex.intervals import RowIntervals
-from magi_flex.mask_plan import MaskPlanBuilder
+from magi_flex.mask_plan import CHEAP_INTERVALS, MaskPlan, MaskPlanBuilder
 
 TILE_ELEMENTS = 1 << 22  # pairs evaluated at a time
 _MAX_GAPS = 4  # a band of keys may be at most this many times as wide as the columns that are evaluated in it
 
 # (rows [begin, end), keys [begin, end)) -> int32 words that broadcast to [B, H, Q, W]
 EvaluateWords = Callable[[tuple[int, int], tuple[int, int]], Tensor]
+
+
+class RowCollector:
+    """A plan from parts of its rows that come in order.
+
+    The parts are joined as they are while all have few intervals, else they go through a builder, which decides what
+    becomes bit tiles.
+    """
+
+    def __init__(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> None:
+        self.sizes = (batch, heads, q_len, kv_len, device)
+        self.parts: list[RowIntervals] = []
+        self.builder: MaskPlanBuilder | None = None
+
+    def add(self, intervals: RowIntervals) -> None:
+        """The next rows."""
+        intervals = intervals.trim()
+        if intervals.max_intervals > CHEAP_INTERVALS:
+            stream_rows(self._through_builder(), None, intervals)
+        elif self.builder is None:
+            self.parts.append(intervals)
+        else:
+            self.builder.add_intervals(intervals)
+
+    def stream(
+        self,
+        evaluate: EvaluateWords,
+        domain: RowIntervals,
+        always: RowIntervals | None,
+        first_row: int,
+        element_cost: int = 1,
+    ) -> None:
+        """The next rows, ``first_row``, ...: see stream_rows."""
+        stream_rows(self._through_builder(), evaluate, domain, always, first_row, element_cost)
+
+    def _through_builder(self) -> MaskPlanBuilder:
+        if self.builder is None:
+            self.builder = MaskPlanBuilder(*self.sizes)
+            for part in self.parts:
+                self.builder.add_intervals(part)
+            self.parts.clear()
+        return self.builder
+
+    def finish(self) -> MaskPlan:
+        """The plan of all rows."""
+        if self.builder is not None or not self.parts:
+            return self._through_builder().finish()
+        batch = max(x.starts.shape[0] for x in self.parts)
+        heads = max(x.starts.shape[1] for x in self.parts)
+        slots, kv_len = max(x.max_intervals for x in self.parts), self.sizes[3]
+        starts, ends = (
+            torch.cat([_pad_slots(getattr(x.expand(batch, heads), name), slots, unused) for x in self.parts], 3)
+            for name, unused in (("starts", kv_len), ("ends", 0))
+        )
+        return MaskPlan(RowIntervals(starts, ends, kv_len))
+
+
+def _pad_slots(bounds_BHRQ: Tensor, slots: int, unused: int) -> Tensor:
+    return torch.nn.functional.pad(bounds_BHRQ, (0, 0, 0, slots - bounds_BHRQ.shape[2]), value=unused)
 
 
 def stream_rows(

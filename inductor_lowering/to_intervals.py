@@ -17,16 +17,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from inductor_lowering.block_lists import BlockRows
 from inductor_lowering.canonical import find_canonical
 from inductor_lowering.capture import MaskMod, trace_mask_mod
-from inductor_lowering.formula import Formula
 from inductor_lowering.mask_program import MaskProgram
 from inductor_lowering.separate import separate
 from inductor_lowering.solve import Solver
-from inductor_lowering.stream import stream_rows
+from inductor_lowering.stream import RowCollector
 from inductor_lowering.words import WordEvaluator, pack_keys
 from magi_flex.bit_tiles import BitTiles, unpack_bits
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
-from magi_flex.mask_plan import CHEAP_INTERVALS, MaskPlan, MaskPlanBuilder
+from magi_flex.mask_plan import MaskPlan
 
 ROWS_AT_ONCE = 1 << 14  # a multiple of the builder's row tile
 logger = logging.getLogger("magi_flex")
@@ -180,7 +179,11 @@ def plan_with_report(
     domain = domain or BlockRows.full(q_len, kv_len, device)
     solver, formula = Solver(mask), separate(mask)
     report = PlanReport()
-    rows = _RowCollector(mask, formula, [x for x in (domain, always) if x is not None])
+    evaluator, depends = WordEvaluator(mask), mask.steps[mask.result].depends
+    regions = [domain] if always is None else [domain, always]
+    plan_batch = max([batch if "b" in depends else 1, *(x.batch for x in regions)])
+    plan_heads = max([heads if "h" in depends else 1, *(x.heads for x in regions)])
+    rows = RowCollector(plan_batch, plan_heads, q_len, kv_len, device)
     for begin in range(0, q_len, ROWS_AT_ONCE):
         end = min(q_len, begin + ROWS_AT_ONCE)
         inside, reasons = solver.solve(formula, domain.rows(begin, end), begin)
@@ -188,7 +191,13 @@ def plan_with_report(
         if reasons:
             for reason in reasons:
                 report.streamed(reason)
-            rows.stream(inside, outside, begin)
+            rows.stream(
+                lambda row_range, key_range: evaluator.evaluate(formula, row_range, key_range),
+                inside,
+                outside,
+                begin,
+                mask.element_cost,
+            )
         else:
             rows.add(inside if outside is None else inside.union(outside))
     for rule in solver.rules:
@@ -201,17 +210,17 @@ def restrict_plan(plan: MaskPlan, domain: BlockRows, always: BlockRows | None = 
     """The plan of (domain AND plan) OR always, in the lengths of ``domain``, which has no more rows than ``plan``."""
     shapes = [(x.batch, x.heads) for x in (domain, always) if x is not None] + [plan.starts.shape[:2]]
     q_len, kv_len = domain.q_len, domain.blocks.kv_len
-    builder = MaskPlanBuilder(max(b for b, _ in shapes), max(h for _, h in shapes), q_len, kv_len, plan.device)
+    collector = RowCollector(max(b for b, _ in shapes), max(h for _, h in shapes), q_len, kv_len, plan.device)
     for begin in range(0, q_len, ROWS_AT_ONCE):
         end = min(q_len, begin + ROWS_AT_ONCE)
         inside, outside = domain.rows(begin, end), None if always is None else always.rows(begin, end)
         if plan.bit_tiles is None:
             rows = plan.intervals.take_rows(slice(begin, end))
             inside = inside.intersect(RowIntervals.build(rows.starts, rows.ends, kv_len))
-            stream_rows(builder, None, inside, outside)
+            collector.add(inside if outside is None else inside.union(outside))
         else:
-            stream_rows(builder, lambda rows, keys: pack_keys(mask_plan_tile(plan, rows, keys)), inside, outside, begin)
-    return builder.finish()
+            collector.stream(lambda rows, keys: pack_keys(mask_plan_tile(plan, rows, keys)), inside, outside, begin)
+    return collector.finish()
 
 
 def _check_sizes(plan: MaskPlan, batch: int, heads: int, q_len: int) -> None:
@@ -234,64 +243,6 @@ def _is_within(plan: MaskPlan, q_len: int, kv_len: int) -> bool:
         return False
     slots = bits.slot[(bits.cols == kv_len // bits.kv_tile) & (bits.slot >= 0)].long()
     return not bool(unpack_bits(bits.bits[slots])[..., kv_len % bits.kv_tile :].any())
-
-
-class _RowCollector:
-    """Parts of a plan's rows, in order: joined as they are while all have few intervals, else through a builder."""
-
-    def __init__(self, mask: MaskProgram, formula: Formula, regions: Sequence[BlockRows]) -> None:
-        self.mask, self.formula = mask, formula
-        self.evaluator = WordEvaluator(mask)
-        depends = mask.steps[mask.result].depends
-        self.batch = max([mask.sizes["b"] if "b" in depends else 1, *(x.batch for x in regions)])
-        self.heads = max([mask.sizes["h"] if "h" in depends else 1, *(x.heads for x in regions)])
-        self.parts: list[RowIntervals] = []
-        self.builder: MaskPlanBuilder | None = None
-
-    def add(self, intervals: RowIntervals) -> None:
-        intervals = intervals.trim()
-        if intervals.max_intervals > CHEAP_INTERVALS:
-            stream_rows(self._through_builder(), None, intervals)
-        elif self.builder is None:
-            self.parts.append(intervals)
-        else:
-            self.builder.add_intervals(intervals)
-
-    def stream(self, domain: RowIntervals, always: RowIntervals | None, first_row: int) -> None:
-        stream_rows(
-            self._through_builder(),
-            lambda rows, keys: self.evaluator.evaluate(self.formula, rows, keys),
-            domain,
-            always,
-            first_row,
-            self.mask.element_cost,
-        )
-
-    def _through_builder(self) -> MaskPlanBuilder:
-        if self.builder is None:
-            sizes = self.mask.sizes
-            self.builder = MaskPlanBuilder(self.batch, self.heads, sizes["q"], sizes["k"], self.mask.device)
-            for part in self.parts:
-                self.builder.add_intervals(part)
-            self.parts.clear()
-        return self.builder
-
-    def finish(self) -> MaskPlan:
-        if self.builder is not None or not self.parts:
-            return self._through_builder().finish()
-        batch = max(x.starts.shape[0] for x in self.parts)
-        heads = max(x.starts.shape[1] for x in self.parts)
-        slots, kv_len = max(x.max_intervals for x in self.parts), self.parts[0].kv_len
-        bounds = []
-        for name, unused in (("starts", kv_len), ("ends", 0)):
-            padded = [
-                torch.nn.functional.pad(
-                    getattr(x.expand(batch, heads), name), (0, 0, 0, slots - x.max_intervals), value=unused
-                )
-                for x in self.parts
-            ]
-            bounds.append(torch.cat(padded, 3) if len(padded) > 1 else padded[0].contiguous())
-        return MaskPlan(RowIntervals(bounds[0], bounds[1], kv_len))
 
 
 def mask_plan_tile(plan: MaskPlan, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:

@@ -10,6 +10,8 @@ and K), D documents, T blocks, N entries of a list.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -339,13 +341,16 @@ def selected_blocks(selection: Tensor, block: int) -> MaskMod:
 def selected_tokens(tokens: Tensor) -> MaskMod:
     """k is in tokens[q] (DeepSeek sparse attention's top-k); ``tokens`` int ``[Q, N]``, any order, -1 for no token.
 
-    Each row is kept sorted, and the mod finds k by binary search.
+    Up to 32 tokens k is compared with each; beyond, rows are kept sorted and the mod finds k by binary search.
     """
     _integers("tokens", tokens, 2)
-    steps = max(1, tokens.shape[1]).bit_length()
+    count = tokens.shape[1]
+    if 0 < count <= 32:
+        return lambda b, h, q, k: functools.reduce(operator.or_, [tokens[q, n] == k for n in range(count)])
+    steps = max(1, count).bit_length()
     sorted_QN = tokens.to(torch.int32).sort(1).values
     past_all = torch.iinfo(torch.int32).max
-    sorted_QN = torch.nn.functional.pad(sorted_QN, (0, 2**steps - tokens.shape[1]), value=past_all)
+    sorted_QN = torch.nn.functional.pad(sorted_QN, (0, 2**steps - count), value=past_all)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position = q * 0

@@ -196,6 +196,11 @@ def _document_prefix_lm(s: _Sizes) -> MaskMod:
     return document_prefix_lm(ids, positions, s.integers(0, 64, int(ids[-1]) + 1 if len(ids) else 1))
 
 
+def _draft_rows(s: _Sizes) -> MaskMod:
+    context = max(s.kv_len - s.q_len, -(-s.kv_len // 2))
+    return draft_rows(s.integers(0, context, -(-s.q_len // 4)), context, 4)
+
+
 def _jagged(s: _Sizes) -> MaskMod:
     parts = 8
     q_offsets, kv_offsets = (torch.arange(parts + 1, device=s.device) * n // parts for n in (s.q_len, s.kv_len))
@@ -248,9 +253,7 @@ _DEFAULTS: dict[str, Callable[[_Sizes], MaskMod]] = {
     "document_block_causal": lambda s: document_block_causal(*s.documents()),
     "document_causal": lambda s: document_causal(s.documents()[0]),
     "document_prefix_lm": _document_prefix_lm,
-    "draft_rows": lambda s: draft_rows(
-        s.integers(0, max(1, s.kv_len - s.q_len), -(-s.q_len // 4)), max(0, s.kv_len - s.q_len), 4
-    ),
+    "draft_rows": _draft_rows,
     "full": lambda s: full(),
     "image_blocks": lambda s: image_blocks(s.images()),
     "images_mutual": lambda s: images_mutual(s.images()),

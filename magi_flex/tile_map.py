@@ -184,11 +184,14 @@ def _draw_map(
         if length <= 40 * tile:
             for at in range(tile, length, tile):
                 line(at, color="white", linewidth=0.6)
-    edge = {"edgecolor": FRAME, "linewidth": 0.5}
+
+    def patch(colour: str) -> Patch:
+        return Patch(facecolor=colour, edgecolor=FRAME, linewidth=0.5)
+
     patches: dict[str, Any] = {
-        "full": Patch(facecolor=FULL, **edge),
-        "partial": (Patch(facecolor=PARTIAL_DENSE, **edge), Patch(facecolor=PARTIAL_FAINT, **edge)),
-        "empty": Patch(facecolor=EMPTY, **edge),
+        "full": patch(FULL),
+        "partial": (patch(PARTIAL_DENSE), patch(PARTIAL_FAINT)),
+        "empty": patch(EMPTY),
     }
     axes.legend(
         handles=[patches[kind] for kind in counts],
@@ -239,7 +242,7 @@ def _profile_cell(plan: MaskPlan, rows: int) -> tuple[int, int]:
     return -(-rows // bits.q_tile) * bits.q_tile, -(-plan.kv_len // bits.kv_tile) * bits.kv_tile
 
 
-def _grouped(value: float, _position: int) -> str:
+def _grouped(value: float, _position: float) -> str:
     """Tick labels: 4,096 up to ten thousand, then 16K, 1.5M."""
     for unit, name in ((1e6, "M"), (1e3, "K")):
         if abs(value) >= 10 * unit or (unit == 1e6 and abs(value) >= unit):

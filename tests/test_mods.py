@@ -152,6 +152,10 @@ MASKS: dict[str, tuple[Callable[[], mods.MaskMod], Predicate]] = {
         lambda b, h, q, k: BLOCKS[h][q // 4][k // 4] and k <= q,
     ),
     "selected_tokens": (lambda: mods.selected_tokens(tensor(TOKENS)), lambda b, h, q, k: k in TOKENS[q]),
+    "selected_tokens_many": (
+        lambda: mods.selected_tokens(tensor([row * 7 + [q % K] for q, row in enumerate(TOKENS)])),
+        lambda b, h, q, k: k in TOKENS[q] or k == q % K,
+    ),
     "dense_table": (lambda: mods.dense_table(tensor(TABLE)), lambda b, h, q, k: TABLE[b][0][q][k]),
     "dense_table_shared": (lambda: mods.dense_table(tensor(TABLE[1][0])), lambda b, h, q, k: TABLE[1][0][q][k]),
     "paged": (
@@ -205,7 +209,7 @@ def test_by_name(name: str) -> None:
 
 
 def test_all_masks_have_names() -> None:
-    variants = {name for name in MASKS if name.endswith(("_tensor", "_batch", "_shared", "_grid"))}
+    variants = {name for name in MASKS if name.endswith(("_tensor", "_batch", "_shared", "_grid", "_many"))}
     assert set(mods.names()) == set(MASKS) - variants - {"and_or"}
 
 
