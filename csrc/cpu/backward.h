@@ -79,7 +79,7 @@ class Backward {
   struct Buffers {
     float *q, *d_out, *out, *dq_panels, *p, *ds, *derivative, *lse, *delta, *factor;
   };
-  static constexpr int kKeptTiles = 32;  // 1.5 MiB a thread
+  static constexpr int kKeptTiles = 32;  // 3 MiB a thread
 
   int64_t split_count(int64_t units) const {
     if (units == 0 || units % a_.threads == 0 || units >= 4 * a_.threads) return 1;
