@@ -13,13 +13,16 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from magi_flex.cli import PASSED_OVER
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -67,6 +70,12 @@ class Timing:
     @property
     def min_ms(self) -> float:
         return 1e3 * min(self.seconds)
+
+
+def leave(reason: str) -> NoReturn:
+    """End a benchmark that this machine cannot run, so that ``magi-flex bench`` passes it over."""
+    print(f"passed over: {reason}")
+    sys.exit(PASSED_OVER)
 
 
 def _time_once(work: Callable[[], object], device: torch.device) -> float:

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from magi_flex import mods
+
 BEGIN = 256  # the token before a document's first byte
 IGNORED = -100  # target of tokens that predict nothing (cross_entropy's default)
 
@@ -23,8 +25,8 @@ class PackedBatch:
     """Documents laid end to end; the last one is cut at the end of the sequence and goes on in the next batch.
 
     Attributes:
-        tokens, targets, positions: int64 ``[1, S]``; a document's last token has no target, positions count from the
-            document's start.
+        tokens, targets: int64 ``[1, S]``; a document's last token has no target.
+        positions: int32 ``[1, S]``, counted from the document's start.
         documents: int32 ``[S]``, the number of the document each token belongs to: 0, 0, ..., 1, 1, ...
     """
 
@@ -72,13 +74,11 @@ def packed_batches(seq_len: int, seed: int = 0) -> Iterator[PackedBatch]:
             rest = document[len(taken) :]
             tokens += taken
             lengths.append(len(taken))
-        yield _batch(torch.tensor(tokens), torch.tensor(lengths))
+        yield _batch(torch.tensor(tokens), lengths)
 
 
-def _batch(tokens_S: Tensor, lengths: Tensor) -> PackedBatch:
-    documents_S = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
-    ends = lengths.cumsum(0)
-    positions_S = torch.arange(len(tokens_S)) - (ends - lengths)[documents_S]
+def _batch(tokens_S: Tensor, lengths: list[int]) -> PackedBatch:
+    documents_S, positions_S = mods.documents_from_lengths(lengths)
     targets_S = tokens_S.roll(-1)
-    targets_S[ends - 1] = IGNORED
+    targets_S[torch.tensor(lengths).cumsum(0) - 1] = IGNORED
     return PackedBatch(tokens_S[None], targets_S[None], positions_S[None], documents_S)

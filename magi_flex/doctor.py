@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from magi_flex.kernels import route
+from magi_flex.kernels.cuda_build import CompileError, find_compiler
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)  # the releases whose hooks the lowering knows
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
@@ -146,8 +147,10 @@ def _gpu() -> list[Check]:
     fa4 = _version("flash-attn-4")
     remedy = "" if fa4 or not torch.cuda.is_available() else "pip install 'magi-flex[fa4]'"
     checks.append(Check(topic, "flash-attn-4", True if fa4 else None, fa4 or "not installed", remedy))
-    nvcc = shutil.which("nvcc")
-    checks.append(Check(topic, "nvcc", True if nvcc else None, nvcc or "not on PATH: the ffa kernels cannot be built"))
+    try:
+        checks.append(Check(topic, "CUDA compiler", True, find_compiler().version))
+    except CompileError as error:
+        checks.append(Check(topic, "CUDA compiler", None, str(error)))
     return checks
 
 

@@ -18,6 +18,13 @@ from torch.fx import GraphModule, Node
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
 _DETACH_IN_PLACE = torch.ops.aten.detach_.default  # how tracing leaves torch.tensor(number); it writes nothing
+_IDENTITIES = {
+    _DETACH_IN_PLACE,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+}
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
@@ -211,8 +218,10 @@ class ProgramBuilder:
         return len(self.steps) - 1
 
     def append_call(self, node: Node, op: torch._ops.OpOverload, args: Any, kwargs: Any = None) -> None:
-        if op is _DETACH_IN_PLACE:
-            op = torch.ops.aten.detach.default
+        """An op's step; an op that only passes its argument on needs none."""
+        if op in _IDENTITIES:
+            self.ids[node] = self.ids[args[0]]
+            return
         encoded = {k: self.encode(x) for k, x in (kwargs or {}).items()}
         self.append(["call", op._schema.name, op._overloadname, self.encode(args), encoded], node)
 
@@ -241,6 +250,9 @@ class ProgramBuilder:
             raise UnsupportedProgram(f"a constant of type {type(value).__name__}")
         if value.numel() > LARGEST_LITERAL:
             raise UnsupportedProgram(f"a constant tensor of {value.numel()} elements inside the graph")
+        if value.dim() == 0:  # as compiled graphs have it
+            options = {"dtype": self.encode(value.dtype), "device": self.encode(value.device)}
+            return ["call", "aten::full", "", [[], self.encode(value.item())], options]
         data = json.loads(json.dumps(value.tolist()), parse_constant=lambda text: {"float": text})
         return ["literal", data, str(value.dtype).removeprefix("torch.")]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _NETWORK_SLOTS = 16
+_CHUNK_ELEMENTS = 1 << 18  # intervals held at a time while rows are compared
 
 
 def canonicalize(starts_BHRQ: Tensor, ends_BHRQ: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,18 @@ def _merge_sorted(slots: list[tuple[Tensor, Tensor]], kv_len: int) -> None:
         slots[r] = slots[r][0].masked_fill(~begins[r], kv_len), own_end.masked_fill(~begins[r], 0)
 
 
+def _ascending(bounds_BHRQ: Tensor) -> bool:
+    return bool((bounds_BHRQ[..., 1:] >= bounds_BHRQ[..., :-1]).all())
+
+
+def _count_up_to(bounds_BHQ: Tensor, kv_len: int) -> Tensor:
+    """For every key, how many of the bounds are at most that key, int64 ``[B, H, K]``."""
+    batch, heads, q_len = bounds_BHQ.shape
+    head = torch.arange(batch * heads, device=bounds_BHQ.device).repeat_interleave(q_len)
+    count = torch.bincount(head * (kv_len + 1) + bounds_BHQ.flatten(), minlength=batch * heads * (kv_len + 1))
+    return count.view(batch, heads, kv_len + 1)[..., :kv_len].cumsum(2)
+
+
 def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys that a row has and the row before has not (``step`` 1), or the other way round (-1), as (row, begin, end).
 
@@ -91,19 +104,22 @@ def _changes(intervals: RowIntervals, step: int) -> tuple[Tensor, Tensor, Tensor
     ends = torch.nn.functional.pad(intervals.ends, pad, value=0).flatten(0, 1).transpose(0, 1)
     before = [x[..., :-1].flatten(1) for x in (starts, ends)]
     here = [x[..., 1:].flatten(1) for x in (starts, ends)]
-    changed = ((before[0] != here[0]) | (before[1] != here[1])).any(0).nonzero().squeeze(1)
-    if len(changed) < here[0].shape[1]:
-        before, here = ([x[:, changed] for x in bounds] for bounds in (before, here))
     (own_starts, own_ends), (other_starts, other_ends) = (here, before)[::step]
-    # The other row's gaps: before its first interval, between two, after the last.
-    gap_begins = other_ends.masked_fill(other_ends <= other_starts, intervals.kv_len)
-    gap_begins = torch.nn.functional.pad(gap_begins, (0, 0, 1, 0), value=0)
-    gap_ends = torch.nn.functional.pad(other_starts, (0, 0, 0, 1), value=intervals.kv_len)
-    begins = torch.maximum(own_starts.T[:, :, None], gap_begins.T[:, None]).flatten()
-    ends = torch.minimum(own_ends.T[:, :, None], gap_ends.T[:, None]).flatten()
-    kept = (ends > begins).nonzero().squeeze(1)
+    changed = ((own_starts != other_starts) | (own_ends != other_ends)).any(0).nonzero().squeeze(1)
     per_row = intervals.max_intervals * (intervals.max_intervals + 1)
-    return changed[kept // per_row], begins[kept], ends[kept]
+    parts = []
+    for row in changed.split(max(1, _CHUNK_ELEMENTS // per_row)):
+        # The other row's gaps: before its first interval, between two, after the last.
+        other_start, other_end = other_starts[:, row], other_ends[:, row]
+        gap_begins = other_end.masked_fill_(other_end <= other_start, intervals.kv_len)
+        gap_begins = torch.nn.functional.pad(gap_begins, (0, 0, 1, 0), value=0)
+        gap_ends = torch.nn.functional.pad(other_start, (0, 0, 0, 1), value=intervals.kv_len)
+        begins = torch.maximum(own_starts[:, row].T[:, :, None], gap_begins.T[:, None]).flatten()
+        ends = torch.minimum(own_ends[:, row].T[:, :, None], gap_ends.T[:, None]).flatten()
+        kept = (ends > begins).nonzero().squeeze(1)
+        parts.append((row[kept // per_row], begins[kept], ends[kept]))
+    row, begin, end = (torch.cat(column) for column in zip(*parts, strict=True))
+    return row, begin, end
 
 
 @dataclass(frozen=True)
@@ -283,6 +299,10 @@ class RowIntervals:
         None where some key would need more than ``max_intervals`` intervals of rows.
         """
         batch, heads, _, q_len = self.starts.shape
+        if self.max_intervals == 1 and _ascending(self.starts) and _ascending(self.ends):
+            # The rows that end past a key are the last ones, those that begin up to it the first ones.
+            begins, ends = (_count_up_to(x.squeeze(2), self.kv_len) for x in (self.ends, self.starts))
+            return RowIntervals.build(begins[:, :, None], ends[:, :, None], q_len)
         total_keys = batch * heads * self.kv_len
         appear, vanish = (_changes(self, step) for step in (1, -1))
         if sum(int((end - begin).sum()) for _, begin, end in (appear, vanish)) > 2 * max_intervals * total_keys:

@@ -1,7 +1,7 @@
 """Where row tiles begin: on a fixed grid, or where a cost model says.
 
 Shape legend: R intervals of a row, X batch and head together, Q query rows, Y rows of all heads one after the other,
-N row tiles over all of X, D breaks over all of X.
+N row tiles over all of X, D breaks over all of X, V levels of a table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fixed_row_tiles(heads: int, rows: int, height: int, device: torch.device) ->
     return RowTiles(torch.arange(heads + 1, device=device) * count, begin, (begin + height).clamp(max=rows), head)
 
 
-def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTiles:
+def ragged_row_tiles(intervals: RowIntervals, height: int, step: int, align: int = 1) -> RowTiles:
     """Row tiles of at most ``height`` rows that begin where it saves key steps.
 
     Cost model: a row tile costs TILE_OVERHEAD plus the steps that cover its rows' keys, ceil(hull / step) summed over
@@ -60,6 +60,9 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     denser than one in height / 4 rows the largest of each such stretch counts.  Stretches over several breaks are
     considered up to 2 * height rows past the first of these: documents longer than a tile gain nothing from sharing
     more.
+
+    Cuts counted from the last row are rounded up to multiples of ``align``, where that keeps tiles within the height:
+    in columns of a causal document keys begin with the tile, so its runs then begin at such multiples too.
     """
     batch, heads, _, rows = intervals.starts.shape
     device = intervals.starts.device
@@ -72,6 +75,8 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int) -> RowTile
     size = cuts.diff()
     count = (size + height - 1) // height
     shift = torch.where(from_end, size - count * height, 0)
+    round_up = -(cuts[:-1] % rows + shift) % align
+    shift += torch.where(from_end & (shift + round_up <= 0), round_up, 0)
     which, nth = Spans(count, torch.zeros_like(count), count).members()
     begin = cuts[which] + (nth * height + shift[which]).clamp(min=0)
     end = torch.cat((begin[1:], cuts[-1:]))
@@ -124,7 +129,7 @@ def _choose_cuts(
     begin = torch.cat((from_front, from_end, tail, breaks_D[:-1]))
     end = torch.cat((from_front + height, from_end + height, torch.minimum(tail + height, breaks_D[j[pair]])))
     end = torch.cat((end, breaks_D[1:] - count * height))
-    costs = _tile_costs(starts_RY, ends_RY, begin, end, step)
+    costs = _tile_costs(starts_RY, ends_RY, begin, end, height, step)
     front_cost, end_cost, tail_cost, rest_cost = costs.split([len(whole), len(whole), len(pair), len(size)])
     zero = torch.zeros(len(size), dtype=torch.float64, device=device)
     end_cost = zero.index_add(0, whole, end_cost) + torch.where(size % height > 0, rest_cost, 0)
@@ -138,22 +143,31 @@ def _choose_cuts(
     return breaks_D[chosen], to_next & counts_from_end[first_pair[chosen[:-1]]]
 
 
-def _tile_costs(starts_RY: Tensor, ends_RY: Tensor, begin: Tensor, end: Tensor, step: int) -> Tensor:
-    """Cost of a row tile of the rows [begin, end), in key steps, float64 (anything for an empty range)."""
-    cost = torch.full(begin.shape, TILE_OVERHEAD, dtype=torch.float64, device=begin.device)
-    size = end - begin
-    least, greatest, span = starts_RY, ends_RY, 1
-    # ``least[q]`` covers ``span`` rows from q; two of them cover any range of span to 2 * span rows.
-    while len(begin) and span <= int(size.max()):
-        mine = ((size >= span) & (size < 2 * span)).nonzero().squeeze(1)
-        first, second = begin[mine], end[mine] - span
-        hull = torch.maximum(greatest[:, first], greatest[:, second])
-        hull = hull - torch.minimum(least[:, first], least[:, second])
+def _tile_costs(starts_RY: Tensor, ends_RY: Tensor, begin: Tensor, end: Tensor, height: int, step: int) -> Tensor:
+    """Cost of row tiles of the rows [begin, end), at most ``height`` each, in key steps, float64.
+
+    Empty ranges (their costs do not count) are taken as one row.
+    """
+    rows, device = starts_RY.shape[1], begin.device
+    size = (end - begin).clamp(min=1)
+    # Table entry (level, q) is for 2^level rows from q; the tables of all levels lie one after the other.  Two entries
+    # of a level cover any range of 2^level to 2^(level + 1) rows.
+    spans = [1 << level for level in range(min(height, rows).bit_length())]
+    spans_V = torch.tensor(spans, device=device)
+    level = torch.searchsorted(spans_V, size, right=True) - 1
+    lengths_V = rows + 1 - spans_V
+    first = (lengths_V.cumsum(0) - lengths_V)[level] + begin
+    second = first + size - spans_V[level]
+    cost = torch.full(begin.shape, TILE_OVERHEAD, dtype=torch.float64, device=device)
+    for least, greatest in zip(starts_RY, ends_RY, strict=True):
+        least_levels, greatest_levels = [least], [greatest]
+        for span in spans[:-1]:
+            least_levels.append(torch.minimum(least_levels[-1][:-span], least_levels[-1][span:]))
+            greatest_levels.append(torch.maximum(greatest_levels[-1][:-span], greatest_levels[-1][span:]))
+        least, greatest = torch.cat(least_levels), torch.cat(greatest_levels)
+        hull = torch.maximum(greatest[first], greatest[second]) - torch.minimum(least[first], least[second])
         hull = hull.clamp(min=0)
-        cost[mine] += ((hull + step - 1) // step).sum(0) + (hull % step > 0).sum(0) * SHORT_STEP
-        least = torch.minimum(least[:, :-span], least[:, span:])
-        greatest = torch.maximum(greatest[:, :-span], greatest[:, span:])
-        span *= 2
+        cost += (hull + step - 1) // step + (hull % step > 0) * SHORT_STEP
     return cost
 
 

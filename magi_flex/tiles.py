@@ -82,7 +82,7 @@ class TilePlan:
 
 
 def build_tile_plan(
-    plan: ExactMask, q_tile: int, kv_tile: int, transposed: bool = False, ragged: bool = False
+    plan: ExactMask, q_tile: int, kv_tile: int, transposed: bool = False, ragged: bool = False, run_align: int = 1
 ) -> TilePlan:
     """The runs that a kernel with these tile sizes visits, in O(rows) time and memory.
 
@@ -93,24 +93,28 @@ def build_tile_plan(
         ragged: row tiles may begin at any row, and runs at any key.  Cuts are chosen by the cost model of
             :func:`magi_flex.tile_cuts.ragged_row_tiles`.  Transposed ragged plans need the mask by columns; where
             that has many more intervals than the rows, or the mask has bit tiles, the tiles stay on the fixed grid.
+        run_align: ragged plans: runs begin at multiples of it (it divides the step).
 
     On the fixed grid of a mask without bit tiles the classes are exact: a tile is full iff every pair inside the
     lengths attends, empty iff none does.  Tiles that overlap partial bit tiles count as partial.
-    Raises ValueError for tile sizes below 1.
+    Raises ValueError for tile sizes below 1, and for a ``run_align`` that does not divide the step.
     """
-    for name, size in (("q_tile", q_tile), ("kv_tile", kv_tile)):
+    for name, size in (("q_tile", q_tile), ("kv_tile", kv_tile), ("run_align", run_align)):
         if size < 1:
             raise ValueError(f"{name}: is {size}; give at least 1")
+    step = q_tile if transposed else kv_tile
+    if step % run_align:
+        raise ValueError(f"run_align: is {run_align}; give a divisor of the step, {step}")
     if ragged:
         by_row: RowIntervals | None = plan.intervals
         if transposed:
             few = 4 * plan.intervals.max_intervals
             by_row = plan.intervals.transpose(max_intervals=few) if plan.bit_tiles is None else None
         if by_row is not None:
-            height, step = (kv_tile, q_tile) if transposed else (q_tile, kv_tile)
-            tiles = ragged_row_tiles(by_row, height, step)
+            height = kv_tile if transposed else q_tile
+            tiles = ragged_row_tiles(by_row, height, step, run_align)
             touched, full = _tile_spans(by_row, plan.bit_tiles, tiles, height)
-            full, partial = _free_runs(touched, full, step, by_row.kv_len)
+            full, partial = _free_runs(touched, full, step, run_align, by_row.kv_len)
             return _assemble(q_tile, kv_tile, transposed, tiles, full, partial)
     return _grid_plan(plan, q_tile, kv_tile, transposed, short_full_steps=not ragged)
 
@@ -270,8 +274,10 @@ def _grid_tiles(touched: Spans, full: Spans, step: int, length: int) -> tuple[Sp
     return span_sets.union(touched, tiles), span_sets.union(full, tiles)
 
 
-def _free_runs(touched: Spans, full: Spans, step: int, length: int) -> tuple[Spans, Spans]:
-    """Full and partial runs that may begin anywhere, in as few steps as cover the touched keys."""
+def _free_runs(touched: Spans, full: Spans, step: int, align: int, length: int) -> tuple[Spans, Spans]:
+    """Full and partial runs that begin at any multiple of ``align``, in as few steps as cover the touched keys."""
+    if align > 1:
+        touched = span_sets.union(Spans(touched.group, touched.begin // align * align, touched.end), length)
     touched = _bridge_gaps(touched, step)
     size = touched.size()
     steps = (size + step - 1) // step
@@ -285,7 +291,7 @@ def _free_runs(touched: Spans, full: Spans, step: int, length: int) -> tuple[Spa
     lead = torch.zeros_like(size).scatter_reduce_(0, owner[is_longest], lead_of_full, "amax")
     slack = longest % step
     least_phase = size - (steps - 1) * step
-    phase = torch.maximum(lead % step, least_phase)
+    phase = (torch.maximum(lead % step, least_phase) + align - 1) // align * align
     fits = (lead % step > 0) & (phase < step) & (phase <= lead % step + slack)
     phase = torch.where(fits, phase, 0)
     origin = (touched.begin + phase)[owner]

@@ -100,3 +100,21 @@ def test_bench_lists_the_scripts_of_the_checkout(capsys) -> None:
     names = capsys.readouterr().out.split()
     folder = Path(magi_flex.__file__).parents[1] / "benchmarks"
     assert names and all((folder / f"bench_{name}.py").exists() for name in names)
+
+
+def test_bench_passes_over_what_does_not_fit_and_reports_failures(tmp_path, monkeypatch, capfd) -> None:
+    root = Path(magi_flex.__file__).resolve().parents[1]
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "harness.py").write_text((root / "benchmarks" / "harness.py").read_text())
+    (folder / "bench_big.py").write_text("from benchmarks.harness import leave\nleave('needs more')\n")
+    (folder / "bench_good.py").write_text("print('measured')\n")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "magi_flex" / "cli.py"))
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    assert cli.main(["bench"]) == 0
+    printed = capfd.readouterr().out
+    assert "passed over: needs more" in printed and "measured" in printed
+    (folder / "bench_bad.py").write_text("raise SystemExit(1)\n")
+    assert cli.main(["bench", "bad"]) == 1
+    assert "failed: bad" in capfd.readouterr().err

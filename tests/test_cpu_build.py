@@ -21,7 +21,7 @@ from magi_flex.kernels import jit
 from magi_flex.kernels.cpu import CpuBackend
 from magi_flex.kernels.sources import native_sources
 from tests.cases.masks import make_mask
-from tests.test_cpu_kernel import causal_mask, check, random_inputs
+from tests.test_cpu_kernel import SCORE_CASES, causal_mask, check, random_inputs
 
 needs_compiler = pytest.mark.skipif(jit.find_compiler() is None, reason="no C++ compiler")
 x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 instruction sets")
@@ -142,6 +142,16 @@ def test_other_widths_and_tiles(
     case = make_mask(name, 150, 213)
     q, k, v = random_inputs(case.batch, 2, 1, 150, 213, dim, v_dim, dtype)
     check(q, k, v, case.dense())
+
+
+@pytest.mark.parametrize("score", ["softcap", "all_in_turn"])
+def test_other_widths_with_score_steps(
+    other_library: ctypes.CDLL, score: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "load", lambda: other_library)
+    steps, score_mod = SCORE_CASES[score]
+    q, k, v = random_inputs(2, 4, 2, 150, 170, 16, 24, torch.bfloat16)
+    check(q, k, v, make_mask("sink_and_window", 150, 170).dense(), score_mod=score_mod, steps=steps)
 
 
 def test_other_widths_with_strides(other_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,21 @@ def test_transpose(x: RowIntervals) -> None:
 
 
 @LAWS
+@given(st.integers(0, 2**31), SIZES, SIZES)
+def test_transpose_of_ascending_intervals(seed: int, q_len: int, kv_len: int) -> None:
+    """Bands, documents and the like: bounds that never go back from row to row."""
+    bounds, _ = random_bounds(seed, (2, 3, 2, q_len), kv_len)
+    bounds = bounds.sort(3).values.sort(2).values
+    x = RowIntervals.build(bounds[:, :, :1], bounds[:, :, 1:], kv_len)
+    columns = x.transpose(kv_len + 1)
+    assert columns is not None
+    assert_canonical(columns)
+    assert torch.equal(columns.to_dense(), x.to_dense().transpose(2, 3))
+    if ((x.ends > x.starts).all() and q_len) or not kv_len:
+        assert columns.max_intervals == 1
+
+
+@LAWS
 @given(intervals())
 def test_expand(x: RowIntervals) -> None:
     batch, heads = x.starts.shape[:2]

@@ -28,9 +28,9 @@ def expanded(tiles: TilePlan, ptr: torch.Tensor, runs: torch.Tensor, rows: int, 
     return out.cumsum(1).cumsum(2)[:, :rows, :length]
 
 
-def check(plan: MaskPlan, mask: torch.Tensor, q_tile: int, kv_tile: int, kind: str) -> TilePlan:
+def check(plan: MaskPlan, mask: torch.Tensor, q_tile: int, kv_tile: int, kind: str, run_align: int = 1) -> TilePlan:
     transposed, ragged = CLASSES[kind]
-    tiles = build_tile_plan(plan, q_tile, kv_tile, transposed, ragged)
+    tiles = build_tile_plan(plan, q_tile, kv_tile, transposed, ragged, run_align)
     assert (tiles.q_tile, tiles.kv_tile, tiles.transposed) == (q_tile, kv_tile, transposed)
     tensors = (tiles.head_ptr, tiles.tile_begin, tiles.tile_end, tiles.full_ptr, tiles.full_runs)
     assert all(x.dtype == torch.int32 for x in (*tensors, tiles.partial_ptr, tiles.partial_runs))
@@ -50,6 +50,7 @@ def check(plan: MaskPlan, mask: torch.Tensor, q_tile: int, kv_tile: int, kind: s
     assert not ((full == 1) & ~mask_XRL).any()
     assert not ((full + partial == 0) & mask_XRL).any()
     for ptr, runs in ((tiles.full_ptr, tiles.full_runs), (tiles.partial_ptr, tiles.partial_runs)):
+        assert (runs[:, 0] % run_align == 0).all()
         assert (runs[:, 0] >= 0).all() and (runs[:, 0] < runs[:, 1]).all() and (runs[:, 1] <= length).all()
         tile = torch.repeat_interleave(torch.arange(len(ptr) - 1), ptr.diff().long())
         assert ((runs[1:, 0] > runs[:-1, 1]) | (tile[1:] != tile[:-1])).all()
@@ -125,6 +126,12 @@ def test_random_masks(mask: torch.Tensor, sizes: tuple[int, int], kind: str) -> 
     if kind.startswith("fixed"):
         for got, wanted in zip(plan_classes(tiles, mask), grid_classes(mask, *sizes), strict=True):
             assert torch.equal(got, wanted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(random_masks(), st.sampled_from(["ragged", "ragged-t"]), st.sampled_from([2, 4, 8]))
+def test_aligned_runs(mask: torch.Tensor, kind: str, run_align: int) -> None:
+    check(MaskPlan(RowIntervals.from_dense(mask)), mask, 8, 8, kind, run_align)
 
 
 @settings(max_examples=30, deadline=None)
@@ -253,3 +260,5 @@ def test_errors() -> None:
     plan = MaskPlan(RowIntervals.full(4, 4))
     with pytest.raises(ValueError, match="kv_tile: is 0; give at least 1"):
         build_tile_plan(plan, 4, 0)
+    with pytest.raises(ValueError, match="run_align: is 3; give a divisor of the step, 4"):
+        build_tile_plan(plan, 4, 8, transposed=True, run_align=3)

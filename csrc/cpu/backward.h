@@ -21,14 +21,18 @@
 
 namespace magi {
 
+// Products: how the matrix products are computed (FloatBackward, AmxBackward).
+template <class Products>
 class Backward {
  public:
   explicit Backward(const Attention& a)
-      : a_(a), steps_(a.score), factors_(factors(a, steps_)), dim_(int(a.head_dim)), v_dim_(int(a.v_head_dim)), dim_lanes_(round_up(dim_, kLanes)),
+      : a_(a), steps_(a.score), factors_(factors(a, steps_)), products_(a, factors_.query), dim_(int(a.head_dim)),
+        v_dim_(int(a.v_head_dim)), dq_rows_(Products::dq_rows(dim_)), dim_lanes_(round_up(dim_, kLanes)),
         v_dim_lanes_(round_up(v_dim_, kLanes)), group_(a.kv_heads == 0 ? 1 : a.q_heads / a.kv_heads),
         row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
 
   Status run() {
+    if (!products_.prepare()) return kOutOfMemory;
     const int64_t units = a_.batch * a_.kv_heads, splits = split_count(units);
     std::vector<Unit> all(units);
     std::vector<int64_t> shared_cuts;
@@ -51,6 +55,7 @@ class Backward {
   }
 
  private:
+  using Worker = typename Products::Worker;
   struct FreeDeleter {
     void operator()(float* p) const { std::free(p); }
   };
@@ -72,9 +77,9 @@ class Backward {
     std::atomic<int64_t> left;
   };
   struct Buffers {
-    float *q, *d_out, *out, *q_panels, *d_out_panels, *dq_panels, *p, *ds, *derivative, *k, *v, *lse, *delta, *factor;
+    float *q, *d_out, *out, *dq_panels, *p, *ds, *derivative, *lse, *delta, *factor;
   };
-  static constexpr int kKeptTiles = 32;  // 1.5 MiB a thread
+  static constexpr int kKeptTiles = 32;  // 3 MiB a thread
 
   int64_t split_count(int64_t units) const {
     if (units == 0 || units % a_.threads == 0 || units >= 4 * a_.threads) return 1;
@@ -110,7 +115,8 @@ class Backward {
 
   void reset(RowTileMask& mask, int64_t batch, int64_t head, int64_t row_tile) const {
     const int64_t first = row_tile * kQueryTile;
-    mask.reset(a_.mask, batch, head, first, std::min(first + kQueryTile, a_.q_len), a_.q_len, a_.kv_len, 1);
+    mask.reset(a_.mask, batch, head, first, std::min(first + kQueryTile, a_.q_len), a_.q_len, a_.kv_len,
+               Products::kTileAlign);
   }
 
   void run_split(Unit& unit, int64_t split) {
@@ -125,9 +131,10 @@ class Backward {
       sums.end = std::max(sums.end, end);
       if (a_.mask.head_stride == 0) break;
     }
-    sums.begin = std::min(sums.begin, sums.end);
-    sums.dk = zeros((sums.end - sums.begin) * dim_lanes_);
-    sums.dv = zeros((sums.end - sums.begin) * v_dim_lanes_);
+    sums.begin = std::min(sums.begin, sums.end) / Products::kTileAlign * Products::kTileAlign;
+    const int64_t keys = round_up(sums.end - sums.begin, Products::kTileAlign);  // a tile may write beyond its end
+    sums.dk = zeros(keys * dim_lanes_);
+    sums.dv = zeros(keys * v_dim_lanes_);
     for (int64_t t = first; t < last; ++t) {
       for (int64_t i = 0; i < group_; ++i) row_tile(unit, sums, unit.kv_head * group_ + i, t);
     }
@@ -138,21 +145,16 @@ class Backward {
     const size_t q = size_t(kQueryTile) * dim_lanes_, v = size_t(kQueryTile) * v_dim_lanes_;
     const size_t scores = size_t(kKeyTile) * kQueryTile;
     const size_t derivative = steps_.has_derivative() ? scores : 0;
-    const size_t keys = size_t(kKeyTile) * dim_, values = size_t(kKeyTile) * v_dim_;
-    const size_t kept = kept_tiles() * scores;
-    scratch.reserve({q, v, v, q, v, q, kept, scores, derivative, keys, values, kQueryTile, kQueryTile, kQueryTile});
+    const size_t dq = size_t(kQueryTile) * dq_rows_, kept = kept_tiles() * scores;
+    scratch.reserve({q, v, v, dq, kept, scores, derivative, kQueryTile, kQueryTile, kQueryTile});
     Buffers b;
     b.q = scratch.take(q);
     b.d_out = scratch.take(v);
     b.out = scratch.take(v);
-    b.q_panels = scratch.take(q);
-    b.d_out_panels = scratch.take(v);
-    b.dq_panels = scratch.take(q);
+    b.dq_panels = scratch.take(dq);
     b.p = scratch.take(kept);
     b.ds = scratch.take(scores);
     b.derivative = scratch.take(derivative);
-    b.k = scratch.take(keys);
-    b.v = scratch.take(values);
     b.lse = scratch.take(kQueryTile);
     b.delta = scratch.take(kQueryTile);
     b.factor = scratch.take(kQueryTile);
@@ -177,16 +179,20 @@ class Backward {
     const int rows = int(std::min<int64_t>(kQueryTile, a_.q_len - first));
     const Buffers b = buffers();
     reset(mask, unit.batch, head, t);
-    std::fill_n(b.dq_panels, kQueryTile * dim_, 0.0f);
-    if (!mask.tiles().empty()) load_row_tile(unit.batch, head, first, rows, b);
-    std::fill_n(b.factor, kQueryTile, 1.0f);
-    if (normalises()) {
-      normalise(unit, head, first, rows, mask, b);
-      mask.rewind();
+    std::fill_n(b.dq_panels, kQueryTile * dq_rows_, 0.0f);
+    if (!mask.tiles().empty()) {
+      Worker worker(products_);
+      load_row_tile(unit.batch, head, first, rows, b);
+      worker.load_queries(b.q, b.d_out, rows);
+      std::fill_n(b.factor, kQueryTile, 1.0f);
+      if (normalises()) {
+        normalise(unit, head, first, rows, mask, worker, b);
+        mask.rewind();
+      }
+      for (size_t i = 0; i < mask.tiles().size(); ++i) key_tile(unit, sums, head, first, rows, mask, i, worker, b);
     }
-    for (size_t i = 0; i < mask.tiles().size(); ++i) key_tile(unit, sums, head, first, rows, mask, i, b);
     for (int p = 0; p < panel_count(rows); ++p) {
-      panel_to_rows(b.dq_panels + p * kPanel * dim_, std::min(kPanel, rows - p * kPanel), kPanel, dim_,
+      panel_to_rows(b.dq_panels + p * kPanel * dq_rows_, std::min(kPanel, rows - p * kPanel), kPanel, dim_,
                     b.q + p * kPanel * dim_, dim_);
     }
     store_rows(a_.dq, unit.batch, head, first, first + rows, dim_, b.q, dim_, a_.scale);
@@ -196,21 +202,16 @@ class Backward {
     load_rows(a_.q, batch, head, first, first + rows, dim_, b.q, dim_lanes_);
     load_rows(a_.d_out, batch, head, first, first + rows, v_dim_, b.d_out, v_dim_lanes_);
     load_rows(a_.out, batch, head, first, first + rows, v_dim_, b.out, v_dim_lanes_);
-    for (int p = 0; p < panel_count(rows); ++p) {
-      const int count = std::min(kPanel, rows - p * kPanel);
-      rows_to_panel(b.q + p * kPanel * dim_lanes_, dim_lanes_, count, kPanel, dim_, factors_.query,
-                    b.q_panels + p * kPanel * dim_);
-      rows_to_panel(b.d_out + p * kPanel * v_dim_lanes_, v_dim_lanes_, count, kPanel, v_dim_, 1.0f,
-                    b.d_out_panels + p * kPanel * v_dim_);
-    }
-    const int64_t at = (batch * a_.q_heads + head) * a_.q_len + first;
     row_dots(rows, b);
+    const int64_t at = (batch * a_.q_heads + head) * a_.q_len + first;
     for (int i = 0; i < kQueryTile; ++i) {
-      // An empty row, like a lane beyond the rows, gets probabilities 0 and takes part in nothing.
+      // An empty row, like a lane beyond the rows, gets probabilities 0 and takes part in nothing, whatever its dO is.
       const bool live = i < rows && a_.lse[at + i] != -kInfinity;
       b.lse[i] = live ? a_.lse[at + i] : kInfinity;
-      if (!live) b.delta[i] = 0.0f;
       if (live && a_.d_lse != nullptr) b.delta[i] -= a_.d_lse[at + i] * kLog2E;  // lse is in the log2 domain
+      if (live) continue;
+      b.delta[i] = 0.0f;
+      if (i < rows) std::fill_n(b.d_out + i * v_dim_lanes_, v_dim_lanes_, 0.0f);
     }
   }
 
@@ -235,25 +236,25 @@ class Backward {
   }
 
   // Probabilities of all keys, and the factor that makes each row's sum 1.
-  void normalise(const Unit& unit, int64_t head, int64_t first, int rows, RowTileMask& mask, const Buffers& b) {
+  void normalise(const Unit& unit, int64_t head, int64_t first, int rows, RowTileMask& mask, Worker& worker,
+                 const Buffers& b) {
     alignas(64) float sum[kQueryTile] = {};
     for (size_t i = 0; i < mask.tiles().size(); ++i) {
       const KeyTile& tile = mask.tiles()[i];
-      const Rows k = rows_in_float(a_.k, unit.batch, unit.kv_head, tile, dim_, b.k);
+      worker.load_keys(unit.batch, unit.kv_head, tile);
       for (int p = 0; p < panel_count(rows); ++p) {
         const PanelPlace place = panel_place(unit.batch, head, first, rows, p);
         PanelMask panel_mask;
         mask.panel(p, place.vecs, tile, &panel_mask);
         if (panel_mask.lo >= panel_mask.hi) continue;
-        float* probability = probabilities(b, i) + ptrdiff_t{panel_mask.lo} * kQueryTile + p * kPanel;
-        compute_probabilities(place, p, tile, panel_mask, k, b, probability, nullptr);
+        compute_probabilities(place, p, tile, panel_mask, worker, b, probabilities(b, i));
         for (int j = 0; j < place.vecs; ++j) {
+          const int lane = p * kPanel + j * kLanes;
           VecF total{};
-          for (int key = 0; key < panel_mask.hi - panel_mask.lo; ++key) {
-            total += load(probability + key * kQueryTile + j * kLanes);
+          for (int key = panel_mask.lo; key < panel_mask.hi; ++key) {
+            total += load(probabilities(b, i) + key * kQueryTile + lane);
           }
-          float* to = sum + p * kPanel + j * kLanes;
-          store(to, load(to) + total);
+          store(sum + lane, load(sum + lane) + total);
         }
       }
     }
@@ -264,86 +265,59 @@ class Backward {
     }
   }
 
-  void compute_probabilities(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Rows k,
-                             const Buffers& b, float* probability, float* derivative) {
-    const int keys = mask.hi - mask.lo;
-    multiply_in_parts(keys, place.vecs, dim_, {k.data + mask.lo * k.row, k.row, 1}, b.q_panels + p * kPanel * dim_, kPanel,
-                    probability, kQueryTile);
+  void compute_probabilities(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Worker& worker,
+                             const Buffers& b, float* probability) {
+    worker.scores(p, place.vecs, mask.lo, mask.hi, probability);
+    const ptrdiff_t at = ptrdiff_t{mask.lo} * kQueryTile + p * kPanel;
+    probability += at;
+    float* derivative = steps_.has_derivative() ? b.derivative + at : nullptr;
     if (!steps_.identity() && !steps_.apply(a_.scale, place, tile.begin, mask, probability, derivative, kQueryTile)) {
       bias_ok_ = false;
     }
     if (!mask.full) apply_mask(mask, place.vecs, probability, kQueryTile);
     for (int j = 0; j < place.vecs; ++j) {
       const VecF lse = load(b.lse + p * kPanel + j * kLanes);
-      for (int key = 0; key < keys; ++key) {
-        float* at = probability + key * kQueryTile + j * kLanes;
-        store(at, exp2_affine(load(at), factors_.score, lse));
+      for (int key = 0; key < mask.hi - mask.lo; ++key) {
+        float* to = probability + key * kQueryTile + j * kLanes;
+        store(to, exp2_affine(load(to), factors_.score, lse));
       }
     }
   }
 
   void key_tile(const Unit& unit, Sums& sums, int64_t head, int64_t first, int rows, RowTileMask& mask, size_t index,
-                const Buffers& b) {
+                Worker& worker, const Buffers& b) {
     const KeyTile& tile = mask.tiles()[index];
-    const Rows k = rows_in_float(a_.k, unit.batch, unit.kv_head, tile, dim_, b.k);
-    const Rows v = rows_in_float(a_.v, unit.batch, unit.kv_head, tile, v_dim_, b.v);
+    worker.load_keys(unit.batch, unit.kv_head, tile);
     float* probability = probabilities(b, index);
-    const int length = int(tile.end - tile.begin), panels = panel_count(rows);
     PanelMask masks[kQueryTile / kPanel];
-    bool whole = true;
-    for (int p = 0; p < panels; ++p) {
+    for (int p = 0; p < panel_count(rows); ++p) {
       const PanelPlace place = panel_place(unit.batch, head, first, rows, p);
       mask.panel(p, place.vecs, tile, &masks[p]);
-      whole &= masks[p].lo == 0 && masks[p].hi == length;
       if (masks[p].lo >= masks[p].hi) continue;
-      const ptrdiff_t at = ptrdiff_t{masks[p].lo} * kQueryTile + p * kPanel;
-      float* derivative = steps_.has_derivative() ? b.derivative + at : nullptr;
-      if (!is_kept(index)) {
-        compute_probabilities(place, p, tile, masks[p], k, b, probability + at, derivative);
-      }
-      panel(place, p, masks[p], k, v, b, probability + at, derivative);
+      if (!is_kept(index)) compute_probabilities(place, p, tile, masks[p], worker, b, probability);
+      worker.d_probabilities(p, place.vecs, masks[p].lo, masks[p].hi, b.ds);
+      to_d_scores(place, p, masks[p], b, probability);
+      worker.add_dq(p, place.vecs, masks[p].lo, masks[p].hi, b.ds, b.dq_panels + p * kPanel * dq_rows_);
     }
-    float* dk = sums.dk.get() + (tile.begin - sums.begin) * dim_lanes_;
-    float* dv = sums.dv.get() + (tile.begin - sums.begin) * v_dim_lanes_;
-    const auto add = [&](int lo, int hi, int row, int count) {
-      const ptrdiff_t at = ptrdiff_t{lo} * kQueryTile + row;
-      multiply<true>(hi - lo, v_dim_lanes_ / kLanes, count, {probability + at, kQueryTile, 1},
-                     b.d_out + row * v_dim_lanes_, v_dim_lanes_, dv + lo * v_dim_lanes_, v_dim_lanes_);
-      multiply<true>(hi - lo, dim_lanes_ / kLanes, count, {b.ds + at, kQueryTile, 1}, b.q + row * dim_lanes_,
-                     dim_lanes_, dk + lo * dim_lanes_, dim_lanes_);
-    };
-    if (whole) {
-      add(0, length, 0, rows);
-    } else {
-      for (int p = 0; p < panels; ++p) {
-        if (masks[p].lo < masks[p].hi) {
-          add(masks[p].lo, masks[p].hi, p * kPanel, std::min(kPanel, rows - p * kPanel));
-        }
-      }
-    }
+    worker.add_keys(masks, int(tile.end - tile.begin), probability, b.ds,
+                    sums.dk.get() + (tile.begin - sums.begin) * dim_lanes_,
+                    sums.dv.get() + (tile.begin - sums.begin) * v_dim_lanes_);
   }
 
-  // From probabilities of keys [lo, hi) to dS, and what it adds to dQ.
-  void panel(const PanelPlace& place, int p, const PanelMask& mask, Rows k, Rows v, const Buffers& b,
-             float* probability, const float* derivative) const {
-    const int keys = mask.hi - mask.lo;
-    float* ds = b.ds + ptrdiff_t{mask.lo} * kQueryTile + p * kPanel;
-    multiply_in_parts(keys, place.vecs, v_dim_, {v.data + mask.lo * v.row, v.row, 1}, b.d_out_panels + p * kPanel * v_dim_,
-                    kPanel, ds, kQueryTile);
+  // From P and dP (in ds) to the normalised P and dS.
+  void to_d_scores(const PanelPlace& place, int p, const PanelMask& mask, const Buffers& b, float* probability) const {
     for (int j = 0; j < place.vecs; ++j) {
       const int lane = p * kPanel + j * kLanes;
       const VecF delta = load(b.delta + lane), factor = load(b.factor + lane);
-      for (int key = 0; key < keys; ++key) {
-        const int i = key * kQueryTile + j * kLanes;
+      for (int key = mask.lo; key < mask.hi; ++key) {
+        const int i = key * kQueryTile + lane;
         const VecF x = load(probability + i) * factor;
         store(probability + i, x);
-        VecF d = x * (load(ds + i) - delta);
-        if (derivative != nullptr) d *= load(derivative + i);
-        store(ds + i, d);
+        VecF d = x * (load(b.ds + i) - delta);
+        if (steps_.has_derivative()) d *= load(b.derivative + i);
+        store(b.ds + i, d);
       }
     }
-    multiply<true>(dim_, place.vecs, keys, {k.data + mask.lo * k.row, 1, k.row}, ds, kQueryTile,
-                   b.dq_panels + p * kPanel * dim_, kPanel);
   }
 
   void finish_unit(Unit& unit) const {
@@ -369,7 +343,8 @@ class Backward {
   const Attention& a_;
   const ScoreSteps steps_;
   const Factors factors_;
-  const int dim_, v_dim_, dim_lanes_, v_dim_lanes_;  // *_lanes_: rounded up to whole vectors
+  Products products_;
+  const int dim_, v_dim_, dq_rows_, dim_lanes_, v_dim_lanes_;  // *_lanes_: rounded up to whole vectors
   const int64_t group_, row_tiles_;
   std::atomic<bool> bias_ok_{true};
 };

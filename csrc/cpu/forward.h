@@ -12,7 +12,7 @@
 
 namespace magi {
 
-// Products: how the two matrix products are computed (FloatProducts, AmxProducts).
+// Products: how the two matrix products are computed (FloatForward, AmxForward).
 template <class Products>
 class Forward {
  public:

@@ -12,7 +12,7 @@
 
 namespace magi {
 
-constexpr int kQueryTile = 96;  // a whole number of panels at 4, 8 and 16 lanes
+constexpr int kQueryTile = 192;  // a whole number of panels at 4, 8 and 16 lanes
 constexpr int kKeyTile = 128;
 constexpr int kWords = kKeyTile / 32;
 static_assert(kQueryTile % kPanel == 0 && kKeyTile % 32 == 0);

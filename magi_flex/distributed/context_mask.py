@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,13 @@ from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.key_ranges import KeyRanges
 from magi_flex.distributed.planning import gather_needed
+from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
 from magi_flex.distributed.stages import AttentionPlan
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
 from magi_flex.op_specs import SHARD_HANDLE_SHAPE
 
+RANKS_OF_A_NODE = 8  # where ranks_per_node does not say
 MAGIC = 0x6D6167695F6370  # a handle holds this, its key, the batch offset and the head offset
 
 
@@ -39,6 +42,8 @@ class Options:
         keep_keys: keep the remote keys and values of the forward pass for the backward pass instead of fetching them
             again; both passes then have the forward's stages.
         ranks_per_node: above 1: exchange on two levels.
+        move: "keys"; or "auto": queries where the cost model finds that faster, which it considers where a pass has so
+            few queries that sending them all would take fewer bytes than sending all keys.
         prefetch: stages whose keys may be on their way before they are computed.
         costs: figures of the machine for the cost model.
     """
@@ -47,10 +52,13 @@ class Options:
     backward_stages: int | None = None
     keep_keys: bool = False
     ranks_per_node: int = 1
+    move: Literal["auto", "keys"] = "auto"
     prefetch: int = PREFETCH
     costs: Costs = Costs()
 
     def __post_init__(self) -> None:
+        if self.move not in ("auto", "keys"):
+            raise ValueError(f'move: got {self.move!r}, allowed are "auto" and "keys"')
         if self.prefetch < 1:
             raise ValueError(f"prefetch: got {self.prefetch}, allowed are 1 and more")
         for name in ("forward_stages", "backward_stages"):
@@ -85,13 +93,17 @@ class ContextMask:
     ) -> AttentionPlan:
         """The plan of a pass over these batch entries and query heads.
 
-        The first call for a part of a batch or head dependent mask is a collective.
+        The first call for a part of a batch or head dependent mask, or for a choice between queries and keys, is a
+        collective.
         """
         part = self._part(batch_offset, shape.batch, head_offset, q_heads)
+        backward = backward and not self.options.keep_keys  # kept keys are those of the forward's plan
         stages = self.stages(shape, backward)
-        key = (part, stages)
+        considered = self.options.move == "auto" and self._few_queries(shape, backward)
+        key = (part, stages, (shape, backward) if considered else None)
         if key not in self._plans:
             mask, needed = self._parts[part]
+            moved = self._moved_queries(mask, needed, shape, backward) if considered else None
             exchange = build_exchange_plan(
                 mask,
                 self.q_dispatch,
@@ -100,6 +112,7 @@ class ContextMask:
                 needed,
                 stages,
                 self.options.ranks_per_node,
+                moved,
             )
             self._plans[key] = AttentionPlan.from_exchange(exchange, self.device)
         return self._plans[key]
@@ -126,10 +139,25 @@ class ContextMask:
                 self._parts[part] = (mask, gather_needed([mask], self.q_dispatch, self.group)[0])
         return part
 
+    @property
+    def _crosses_network(self) -> bool:
+        return 1 < self.options.ranks_per_node < self.group.size() or self.group.size() > RANKS_OF_A_NODE
+
+    def _few_queries(self, shape: Shape, backward: bool) -> bool:
+        per_key = shape.key_bytes() + (shape.key_gradient_bytes() if backward else 0)
+        return self.mask.q_len * shape.query_bytes(backward) < self.mask.kv_len * per_key
+
+    def _moved_queries(self, mask: RowIntervals, needed: KeyRanges, shape: Shape, backward: bool) -> Tensor:
+        """For which pairs of ranks queries move.  A collective."""
+        costs = self.options.costs
+        bandwidth = costs.network_bandwidth if self._crosses_network else costs.node_bandwidth
+        counts = gather_pair_counts(mask, self.q_dispatch, self.kv_dispatch, needed, self.group)
+        return choose_pairs(counts, shape, costs, backward, bandwidth)
+
     def stages(self, shape: Shape, backward: bool) -> int:
         """The same on every rank: chosen for the rank with the most remote keys."""
         options = self.options
-        chosen = options.backward_stages if backward and not options.keep_keys else options.forward_stages
+        chosen = options.backward_stages if backward else options.forward_stages
         if chosen is not None:
             return chosen
         counts = self.needed.counts()
@@ -137,15 +165,14 @@ class ContextMask:
         own = self.kv_dispatch.row_counts()[rank]
         batch, heads = self.mask.starts.shape[:2]
         pairs = self.mask.area() / (batch * heads * self.group.size())
-        crosses = options.ranks_per_node < self.group.size() or self.group.size() > 8
         return choose_stages(
             options.costs,
             shape,
-            backward and not options.keep_keys,
+            backward,
             pairs,
             own,
             max(0, int(counts[rank]) - own),
-            crosses,
+            self._crosses_network,
             prefetch=options.prefetch,
         )
 

@@ -47,7 +47,7 @@ class ContextParallel:
         masks: BlockMasks, MaskPlans or RowIntervals of equal lengths, of the whole problem, the same on every rank.
             Layers that use different ones share the dispatch, which balances all of them.
         dim: name of the mesh dimension; needed if the mesh has several.
-        forward_stages, backward_stages, keep_keys, ranks_per_node, costs: see :class:`Options`.
+        forward_stages, backward_stages, keep_keys, ranks_per_node, move, prefetch, costs: see :class:`Options`.
 
     Attributes:
         block_masks: for flex_attention on DTensors that are sharded by :meth:`shard`, one for each mask.
@@ -81,7 +81,8 @@ class ContextParallel:
         if ranks % self.options.ranks_per_node:
             raise ValueError(f"ranks_per_node: got {self.options.ranks_per_node}, which must divide the {ranks} ranks")
         stages = (self.options.forward_stages or 0, self.options.backward_stages or 0)
-        check_masks(intervals, self.group, (*stages, self.options.keep_keys, self.options.ranks_per_node))
+        options_of_rank = (*stages, self.options.keep_keys, self.options.ranks_per_node, self.options.move == "auto")
+        check_masks(intervals, self.group, options_of_rank)
         lengths = {(mask.q_len, mask.kv_len) for mask in intervals}
         if len(lengths) > 1:
             raise ValueError(

@@ -37,6 +37,18 @@ class Shape:
         """Bytes of the float32 gradient of one key with its value."""
         return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * 4
 
+    def query_bytes(self, backward: bool) -> int:
+        """Bytes of a query that goes to another rank's keys, and of what comes back.
+
+        Forward: q, then out, lse and largest score in float32.  Backward: q, out, d_out, lse and d_lse, then dq in
+        float32.
+        """
+        if backward:
+            dims = (self.head_dim + 2 * self.v_head_dim) * self.element_size + 8 + 4 * self.head_dim
+        else:
+            dims = self.head_dim * self.element_size + 4 * self.v_head_dim + 8
+        return self.batch * self.q_heads * dims
+
     def pair_flops(self, backward: bool) -> int:
         """Floating point operations of one (query, key) pair: 2 products forward, 5 backward."""
         if backward:

@@ -19,6 +19,7 @@ from torch import Tensor
 from magi_flex.distributed.dispatch import Dispatch, expand_ranges
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.key_ranges import KeyRanges, Pieces, held_pieces, overlaps, split_stages
+from magi_flex.distributed.query_exchange import QueryExchange, build_query_exchange, without_pairs
 from magi_flex.intervals import RowIntervals
 
 
@@ -47,6 +48,7 @@ class ExchangePlan:
         rows, keys: int64, global indices of the query rows and keys that the rank holds, ascending.
         mask: the local rows over the rank's own keys.
         stages: the remote keys; every rank has the same number of stages.
+        queries: rows that travel to the ranks that hold their keys, where any do.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class ExchangePlan:
     keys: Tensor
     mask: RowIntervals
     stages: tuple[RemoteStage, ...]
+    queries: QueryExchange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +74,7 @@ def build_exchange_plan(
     needed: KeyRanges,
     stages: int = 1,
     ranks_per_node: int = 1,
+    moved: Tensor | None = None,
 ) -> ExchangePlan:
     """The part of ``rank``.
 
@@ -80,12 +84,17 @@ def build_exchange_plan(
         needed: the keys that each rank's rows attend to (:func:`key_ranges.needed_ranges`), the same on every rank.
         stages: how many parts the remote keys arrive in.
         ranks_per_node: above 1 (and below the number of ranks): two levels.
+        moved: bool ``[P, P]``, pairs (rank of the rows, rank of the keys) for which queries travel instead of keys.
 
     Raises:
         ValueError: lengths or rank counts that do not agree, a stage count below 1, ranks that do not fill the nodes.
     """
     _check(mask, q_dispatch, kv_dispatch, needed, stages, ranks_per_node)
     held = held_pieces(kv_dispatch)
+    queries = None
+    if moved is not None and moved.any():
+        needed = without_pairs(needed, kv_dispatch, moved)
+        queries = build_query_exchange(mask, q_dispatch, kv_dispatch, rank, moved)
     rows, keys = q_dispatch.rows(rank), kv_dispatch.rows(rank)
     local_rows = mask.take_rows(rows.to(mask.starts.device))
     if 1 < ranks_per_node < q_dispatch.ranks:
@@ -96,7 +105,8 @@ def build_exchange_plan(
     for stage_hops, stage_keys in hops:
         stage_mask = local_rows.take_keys(stage_keys.to(mask.starts.device))
         remote.append(RemoteStage(stage_hops, stage_keys, stage_mask))
-    return ExchangePlan(rank, rows, keys, local_rows.take_keys(keys.to(mask.starts.device)), tuple(remote))
+    own_mask = local_rows.take_keys(keys.to(mask.starts.device))
+    return ExchangePlan(rank, rows, keys, own_mask, tuple(remote), queries)
 
 
 def _check(

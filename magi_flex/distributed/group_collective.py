@@ -116,6 +116,8 @@ def group_reduce(
     """
     group, hops = group_of(group), hops_of(plan)
     check_reduce(tensors, hops, group, op)
+    if op == "lse" and len(tensors) != 2:
+        raise ValueError(f'tensors: are {len(tensors)}; op "lse" takes out [rows, ..., E] and lse [rows, ...]')
     if async_op:
         _refuse_gradients(tensors)
         return start_group_reduce(tensors, hops, group, op)

@@ -141,10 +141,12 @@ def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPla
         if len(index) == 0:
             continue
         if op == "lse":
-            out, lse = (acc.index_select(0, index) for acc in accumulators)
+            out, lse = (acc.index_select(0, index) for acc in accumulators[:2])
             merge_lse_(out, lse, parts[0][source], parts[1][source])
             accumulators[0].index_copy_(0, index, out)
             accumulators[1].index_copy_(0, index, lse)
+            for acc, part in zip(accumulators[2:], parts[2:], strict=True):
+                acc.index_copy_(0, index, torch.maximum(acc.index_select(0, index), part[source]))
         else:
             for acc, part in zip(accumulators, parts, strict=True):
                 acc.index_add_(0, index, part[source])
@@ -154,7 +156,8 @@ def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPla
 def _accumulators(like: Sequence[Tensor], rows: int, op: Reduction) -> list[Tensor]:
     out = [_wide(x[:0]).new_zeros(rows, *x.shape[1:]) for x in like]
     if op == "lse":
-        out[1].fill_(-torch.inf)
+        for x in out[1:]:
+            x.fill_(-torch.inf)
     return out
 
 
@@ -168,6 +171,7 @@ def start_group_reduce(
 ) -> GroupWork:
     """``group_reduce`` that returns at once; not differentiable.
 
+    ``op="lse"`` also takes a third tensor, largest scores, which are joined by maximum (plans of one hop).
     ``initial``: rows ``[in_rows, ...]`` to add to, in place (float32, or float64 for float64 inputs).
     """
     group, hops = group_of(group), hops_of(plan)
@@ -212,7 +216,7 @@ def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: 
     for i, x in enumerate(tensors):
         if not x.dtype.is_floating_point:
             raise ValueError(f"tensors[{i}]: has dtype {x.dtype}; reductions take floating point tensors")
-    if op == "lse" and (len(tensors) != 2 or tensors[0].shape[:-1] != tensors[1].shape):
+    if op == "lse" and (len(tensors) not in (2, 3) or any(tensors[0].shape[:-1] != x.shape for x in tensors[1:])):
         shapes = [tuple(x.shape) for x in tensors]
         raise ValueError(f'tensors: have shapes {shapes}; op "lse" takes out [rows, ..., E] and lse [rows, ...]')
 

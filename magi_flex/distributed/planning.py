@@ -34,20 +34,20 @@ def gather_dispatch(masks: Sequence[RowIntervals], row_counts: Sequence[int], gr
     for own_C, mask in zip(own_MC, masks, strict=True):
         part = chunk_areas(mask, chunk_size, first, min(first + share, chunks))
         own_C[: len(part)] = part
-    area_MC = torch.cat(_all_gather(own_MC, group), 1)[:, :chunks]
+    area_MC = torch.cat(all_gather(own_MC, group), 1)[:, :chunks]
     return solve_dispatch(masks, row_counts, chunk_size, area_MC=area_MC)
 
 
 def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: dist.ProcessGroup) -> list[KeyRanges]:
     """:func:`needed_ranges` of each mask, every rank's own rows computed by itself.  A collective."""
     own = [needed_ranges(mask, q_dispatch, [group.rank()]) for mask in masks]
-    counts_PM = torch.stack(_all_gather(torch.tensor([len(part.begin) for part in own]), group))
+    counts_PM = torch.stack(all_gather(torch.tensor([len(part.begin) for part in own]), group))
     flat = torch.cat([torch.stack((part.begin, part.end), 1) for part in own])
     most = int(counts_PM.sum(1).max())
     padded = torch.nn.functional.pad(flat, (0, 0, 0, most - len(flat)))
     gathered = [
         table[: int(counts_M.sum())].split(counts_M.tolist())
-        for table, counts_M in zip(_all_gather(padded, group), counts_PM, strict=True)
+        for table, counts_M in zip(all_gather(padded, group), counts_PM, strict=True)
     ]
     return [
         stack_ranges(
@@ -60,7 +60,8 @@ def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: di
     ]
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """``x`` of every rank (equal shapes), on the CPU.  A collective."""
     x = x.to(group_device(group)).contiguous()
     out = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(out, x, group=group)

@@ -59,6 +59,23 @@ class KeySet:
 
 
 @dataclass(frozen=True)
+class QuerySet:
+    """Other ranks' rows that attend to this rank's keys here.
+
+    Attributes:
+        rows: int64 ``[N]``, global indices.
+        mask: these rows over the rank's own keys.
+        empty: there are none.
+        hop: how they get here.
+    """
+
+    rows: Tensor
+    mask: MaskPlan
+    empty: bool
+    hop: GroupPlan
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """One rank's part of attention under one mask, ready to run on a device.
 
@@ -66,11 +83,13 @@ class AttentionPlan:
         rows: int64 ``[Q]``, global indices of the rank's query rows.
         local: the keys that the rank holds.
         remote: the stages.
+        visiting: rows of others, where queries move (then all ranks have this).
     """
 
     rows: Tensor
     local: KeySet
     remote: tuple[KeySet, ...]
+    visiting: QuerySet | None = None
 
     @staticmethod
     def from_exchange(plan: ExchangePlan, device: torch.device | str) -> AttentionPlan:
@@ -80,7 +99,12 @@ class AttentionPlan:
 
         local = key_set("local", plan.keys, plan.mask, ())
         remote = [key_set(f"stage {i}", stage.keys, stage.mask, stage.hops) for i, stage in enumerate(plan.stages)]
-        return AttentionPlan(plan.rows.to(device), local, tuple(remote))
+        visiting = None
+        if plan.queries is not None:
+            queries = plan.queries
+            empty = queries.mask.area() == 0
+            visiting = QuerySet(queries.rows.to(device), to_plan(queries.mask), empty, queries.hop.to(device))
+        return AttentionPlan(plan.rows.to(device), local, tuple(remote), visiting)
 
 
 @dataclass(frozen=True)
@@ -123,16 +147,24 @@ class StagedAttention:
         lse = q_BHQD.new_full((batch, heads, q_len), -torch.inf, dtype=wide)
         max_score = lse.clone()
         kept: list[list[Tensor]] = []
+        lane = _Lane(q_BHQD.device)
+        visitors = self._send_queries(lane, [q_BHQD])
+        returning: Callable[[], list[Tensor]] | None = None
         for key_set, k, v in self._key_sets(k_BGKD, v_BGKE, None):
             if keep_keys and key_set.hops:
                 kept.append([k, v])
-            if key_set.empty:
-                continue
-            request = self._request(q_BHQD, k, v, key_set)
-            with self._span("forward", key_set, COMPUTE):
-                part = self._kernel(request, needs_backward).forward(request)
-                out, lse = merge_lse(out, lse, part.out.to(wide), part.lse.to(wide))
-                max_score = torch.maximum(max_score, part.max_score.to(wide))
+            if not key_set.empty:
+                request = self._request(q_BHQD, k, v, key_set.mask, self.plan.rows, key_set.keys)
+                with self._span("forward", key_set.name, COMPUTE):
+                    part = self._kernel(request, needs_backward).forward(request)
+                    out, lse = merge_lse(out, lse, part.out.to(wide), part.lse.to(wide))
+                    max_score = torch.maximum(max_score, part.max_score.to(wide))
+            if visitors is not None and not key_set.hops:
+                returning = self._serve_forward(lane, visitors()[0], k, v, wide, needs_backward)
+        if returning is not None:
+            out_q, lse_q, max_q = (x.movedim(0, 2) for x in returning())
+            out, lse = merge_lse(out, lse, out_q, lse_q)
+            max_score = torch.maximum(max_score, max_q)
         result = empty_in_order(q_BHQD, out.shape, fill_order(q_BHQD)).copy_(out)
         return AttentionOutput(result, lse, max_score), kept
 
@@ -145,19 +177,19 @@ class StagedAttention:
                     "dimension 2 (shard the tensor by the plan's dispatch)"
                 )
 
-    def _request(self, q: Tensor, k: Tensor, v: Tensor, key_set: KeySet) -> AttentionRequest:
+    def _request(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskPlan, rows: Tensor, keys: Tensor) -> AttentionRequest:
         score = self.score
         if not score.is_identity:
-            score = replace(score, index_map=replace(score.index_map, q_index=self.plan.rows, k_index=key_set.keys))
-        return AttentionRequest(q, k, v, key_set.mask, self.scale, score, wide_results=True)
+            score = replace(score, index_map=replace(score.index_map, q_index=rows, k_index=keys))
+        return AttentionRequest(q, k, v, mask, self.scale, score, wide_results=True)
 
     def _kernel(self, request: AttentionRequest, needs_backward: bool) -> Backend:
         return route(facts_of(request, needs_backward), self.backend)
 
-    def _span(self, name: str, key_set: KeySet, lane: str) -> AbstractContextManager[None]:
+    def _span(self, name: str, what: str, lane: str) -> AbstractContextManager[None]:
         if self.timeline is None:
             return nullcontext()
-        return self.timeline.span(f"{name} {key_set.name}", lane)
+        return self.timeline.span(f"{name} {what}", lane)
 
     # ---- keys on their way ----------------------------------------------------------------------------------------
 
@@ -186,6 +218,52 @@ class StagedAttention:
         ended = None if self.timeline is None else self.timeline.begin(f"keys of {key_set.name}", NETWORK)
         return lane.start(lambda: start_group_cast(rows, key_set.hops, self.group, ended), rows)
 
+    # ---- queries on their way -------------------------------------------------------------------------------------
+
+    def _send_queries(self, lane: _Lane, tensors: list[Tensor]) -> Callable[[], list[Tensor]] | None:
+        """Rows (dimension 2) of the tensors go to the ranks that hold their keys, where queries move."""
+        visiting = self.plan.visiting
+        if visiting is None:
+            return None
+        rows = [x.movedim(2, 0) for x in tensors]
+        ended = None if self.timeline is None else self.timeline.begin("queries", NETWORK)
+        return lane.start(lambda: start_group_cast(rows, visiting.hop, self.group, ended), rows)
+
+    def _serve_forward(
+        self, lane: _Lane, q_NBHD: Tensor, k: Tensor, v: Tensor, wide: torch.dtype, needs_backward: bool
+    ) -> Callable[[], list[Tensor]]:
+        """Attention of visiting rows over this rank's keys; (out, lse, max_score) travel back, rows first."""
+        visiting = self.plan.visiting
+        assert visiting is not None
+        shape = q_NBHD.shape[:3]
+        parts = [q_NBHD.new_zeros((*shape, v.shape[3]), dtype=wide)]
+        parts += [q_NBHD.new_full(shape, -torch.inf, dtype=wide) for _ in range(2)]
+        if not visiting.empty:
+            request = self._request(q_NBHD.movedim(0, 2), k, v, visiting.mask, visiting.rows, self.plan.local.keys)
+            with self._span("forward", "visiting rows", COMPUTE):
+                result = self._kernel(request, needs_backward).forward(request)
+            parts = [x.to(wide).movedim(2, 0) for x in (result.out, result.lse, result.max_score)]
+        ended = None if self.timeline is None else self.timeline.begin("outputs of visiting rows", REDUCTION)
+        return lane.start(lambda: start_group_reduce(parts, visiting.hop, self.group, "lse", None, ended), parts)
+
+    def _serve_backward(
+        self, lane: _Lane, visitors: list[Tensor], k: Tensor, v: Tensor, wide: torch.dtype
+    ) -> tuple[AttentionGradients | None, Callable[[], list[Tensor]]]:
+        """Gradients of visiting rows over this rank's keys; dq travels back, rows first."""
+        visiting = self.plan.visiting
+        assert visiting is not None
+        q, out, lse, d_out, *d_lse = (x.movedim(0, 2) for x in visitors)
+        grads, dq_NBHD = None, visitors[0].new_zeros(visitors[0].shape, dtype=wide)
+        if not visiting.empty:
+            request = self._request(q, k, v, visiting.mask, visiting.rows, self.plan.local.keys)
+            with self._span("backward", "visiting rows", COMPUTE):
+                kernel = self._kernel(request, True)
+                grads = kernel.backward(request, out, lse, d_out, d_lse[0] if d_lse else None)
+            dq_NBHD = grads.dq.to(wide).movedim(2, 0)
+        ended = None if self.timeline is None else self.timeline.begin("gradients of visiting rows", REDUCTION)
+        parts = [dq_NBHD]
+        return grads, lane.start(lambda: start_group_reduce(parts, visiting.hop, self.group, "sum", None, ended), parts)
+
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def backward(
@@ -208,27 +286,37 @@ class StagedAttention:
         dk, dv = (x.new_zeros((x.shape[2], *x.shape[:2], x.shape[3]), dtype=wide) for x in (k_BGKD, v_BGKE))
         captured: list[Tensor | None] = [None] * len(self.score.captures)
         lane = _Lane(q_BHQD.device)
+        sent = [q_BHQD, out, lse, d_out] + ([] if d_lse is None else [d_lse])
+        visitors = self._send_queries(lane, sent)
+        returning: Callable[[], list[Tensor]] | None = None
         leaving: Callable[[], list[Tensor]] | None = None
         for key_set, k, v in self._key_sets(k_BGKD, v_BGKE, kept):
             if key_set.empty:
                 parts = [x.new_zeros((x.shape[2], *x.shape[:2], x.shape[3]), dtype=wide) for x in (k, v)]
             else:
-                request = self._request(q_BHQD, k, v, key_set)
-                with self._span("backward", key_set, COMPUTE):
+                request = self._request(q_BHQD, k, v, key_set.mask, self.plan.rows, key_set.keys)
+                with self._span("backward", key_set.name, COMPUTE):
                     grads = self._kernel(request, True).backward(request, out, lse, d_out, d_lse)
                     dq += grads.dq
-                    if grads.captures:
-                        captured = [_add(a, b) for a, b in zip(captured, grads.captures, strict=True)]
+                    captured = _add_captured(captured, grads)
                 parts = [x.to(wide).movedim(2, 0) for x in (grads.dk, grads.dv)]
             if not key_set.hops:
                 dk += parts[0]
                 dv += parts[1]
+                if visitors is not None:
+                    grads, returning = self._serve_backward(lane, visitors(), k, v, wide)
+                    if grads is not None:
+                        dk += grads.dk.movedim(2, 0)
+                        dv += grads.dv.movedim(2, 0)
+                        captured = _add_captured(captured, grads)
                 continue
             if leaving is not None:
                 leaving()
             leaving = self._reduce(lane, parts, key_set, [dk, dv])
         if leaving is not None:
             leaving()
+        if returning is not None:
+            dq += returning()[0].movedim(0, 2)
         dq = empty_in_order(q_BHQD, q_BHQD.shape, fill_order(q_BHQD)).copy_(dq)
         dk, dv = (
             empty_in_order(x, x.shape, fill_order(x)).copy_(grad.movedim(0, 2))
@@ -243,6 +331,12 @@ class StagedAttention:
         return lane.start(
             lambda: start_group_reduce(parts, key_set.hops, self.group, "sum", totals, ended), [*parts, *totals]
         )
+
+
+def _add_captured(captured: list[Tensor | None], grads: AttentionGradients) -> list[Tensor | None]:
+    if not grads.captures:
+        return captured
+    return [_add(a, b) for a, b in zip(captured, grads.captures, strict=True)]
 
 
 def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:

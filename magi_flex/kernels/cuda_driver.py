@@ -137,12 +137,15 @@ class ParameterBlock:
     Args:
         maps: number of tensor maps at the front.
         rest: ``struct.Struct`` of what follows.
+
+    Attributes:
+        address: of the block; size: its bytes, a multiple of a tensor map's alignment.
     """
 
     def __init__(self, maps: int, rest: struct.Struct) -> None:
         size = maps * TENSOR_MAP_BYTES + rest.size
-        size = -(-size // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
-        self._memory = ctypes.create_string_buffer(size + _TENSOR_MAP_ALIGNMENT)
+        self.size = -(-size // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+        self._memory = ctypes.create_string_buffer(self.size + _TENSOR_MAP_ALIGNMENT)
         start = ctypes.addressof(self._memory)
         self.address = -(-start // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
         self._offset = self.address - start

@@ -7,7 +7,9 @@ E value head dim.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,11 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
+from magi_flex.kernels.ffa_backward import MAX_HEAD_DIM, BackwardInstance, backward_instance, launch_backward
+from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
+from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
+from magi_flex.kernels.ffa_score import kernel_score
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
@@ -24,22 +29,45 @@ from magi_flex.kernels.request import (
     AttentionOutput,
     AttentionRequest,
     Backend,
+    Bias,
+    Distance,
     Multiply,
     RequestFacts,
+    ScoreStep,
 )
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
 
-# (head_dim, v_dim) -> (kv_tile, consumers, k_stages, v_stages, stage_out): what was fastest of what fits into 227 KB of
-# shared memory and the registers; docs/ffa.md has the figures.
-_FORWARD_TILES: dict[tuple[int, int], tuple[int, int, int, int, bool]] = {
-    (64, 64): (128, 3, 3, 3, True),
-    (96, 96): (128, 2, 2, 3, True),
-    (128, 128): (128, 2, 2, 3, True),
-    (192, 128): (112, 2, 2, 3, False),
-    (192, 192): (112, 2, 2, 2, False),
-    (256, 256): (64, 2, 2, 3, False),
+
+class Tiles(NamedTuple):
+    """Sizes of a variant, see ForwardInstance."""
+
+    kv_tile: int
+    narrow_tile: int
+    consumers: int
+    k_stages: int
+    v_stages: int
+    stage_out: bool
+
+
+# (head_dim, v_dim) -> what was fastest of what fits into 227 KB of shared memory and the registers (docs/ffa.md).
+_TWO_WARPGROUPS = {
+    (64, 64): Tiles(128, 64, 2, 3, 3, True),
+    (96, 96): Tiles(128, 64, 2, 2, 3, True),
+    (128, 128): Tiles(128, 64, 2, 2, 3, True),
+    (192, 128): Tiles(112, 64, 2, 2, 3, False),
+    (192, 192): Tiles(112, 64, 2, 2, 2, False),
+    (256, 256): Tiles(64, 0, 2, 2, 3, False),
 }
+_THREE_WARPGROUPS = {
+    (64, 64): Tiles(128, 0, 3, 3, 3, True),
+    (96, 96): Tiles(96, 0, 3, 3, 3, True),
+    (128, 128): Tiles(80, 32, 3, 3, 3, True),
+    (192, 128): Tiles(64, 0, 3, 2, 3, True),
+}
+HEAD_DIMS = tuple(_TWO_WARPGROUPS)
+# Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
+_GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
 
 
@@ -66,15 +94,22 @@ class FfaBackend(Backend):
         if facts.score_steps is None:
             found.append("the score mod is not one of the simple steps it knows")
         else:
-            unknown = sorted({step.__name__ for step in facts.score_steps if step is not Multiply})
-            if unknown:
-                found.append(f"the score steps {', '.join(unknown)} are not in the kernel")
+            if any(step in (Distance, Bias) for step in facts.score_steps) and facts.index_map:
+                found.append("positions that a score mod sees must be the local ones")
         if facts.score_grads:
             found.append("gradients of what a score mod captures are not computed")
         if facts.has_bit_tiles:
             found.append("masks with bit tiles are not in the kernel")
-        if facts.needs_backward:
-            found.append("the backward pass is not in the kernel")
+        if facts.needs_backward and max(facts.head_dim, facts.v_head_dim) > MAX_HEAD_DIM:
+            found.append(
+                f"its backward serves head dims up to {MAX_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}"
+            )
+        if facts.needs_backward and facts.score_steps is not None:
+            unknown = sorted({step.__name__ for step in facts.score_steps if step is not Multiply})
+            if unknown:
+                found.append(f"the score steps {', '.join(unknown)} are not in its backward")
+        if facts.needs_backward and facts.deterministic:
+            found.append("its backward sums the gradients of q in no fixed order")
         return found
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
@@ -86,9 +121,20 @@ class FfaBackend(Backend):
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
-        q, scale = positive_scale(q, combined_scale(request))
+        scale, steps = leading_factors(request)
+        score = kernel_score(steps) if steps else None
+        if score is None:
+            q, scale = positive_scale(q, scale)
         instance = forward_instance(
-            q.dtype, q.shape[3], v.shape[3], heads // k.shape[1], request.plan.starts.shape[1], request.wide_results
+            q.dtype,
+            q.shape[3],
+            v.shape[3],
+            heads // k.shape[1],
+            request.plan.starts.shape[1],
+            request.wide_results,
+            score.kinds if score else (),
+            batch * heads * q_len,
+            multiprocessors(q.device.index),
         )
         with torch.cuda.device(q.device):
             launch_forward(
@@ -102,6 +148,7 @@ class FfaBackend(Backend):
                 out,
                 lse,
                 max_score,
+                score,
             )
         return AttentionOutput(out, lse, max_score)
 
@@ -113,7 +160,38 @@ class FfaBackend(Backend):
         d_out: Tensor,
         d_lse: Tensor | None,
     ) -> AttentionGradients:
-        raise NotImplementedError("objections() turns requests with a backward pass away")
+        q, k, v = request.q, request.k, request.v
+        dtypes = [torch.float32 if request.wide_results else x.dtype for x in (q, k, v)]
+        dq, dk, dv = (
+            empty_in_order(x, x.shape, fill_order(x), dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)
+        )
+        gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
+        scale, steps = leading_factors(request)
+        assert not steps, "objections() turns other score steps away"
+        if d_out.numel() == 0 or k.shape[2] == 0:
+            for x in (dq, dk, dv):
+                x.zero_()
+            return gradients
+        wide_out = out.dtype == torch.float32
+        instance = backward_instance(q.dtype, q.shape[3], v.shape[3], request.wide_results, wide_out)
+        with torch.cuda.device(q.device):
+            launch_backward(
+                instance,
+                tma_ready(q),
+                tma_ready(k),
+                tma_ready(v),
+                tma_ready(out),
+                lse.contiguous(),
+                tma_ready(d_out.to(q.dtype)),
+                None if d_lse is None else d_lse.float().contiguous(),
+                contiguous_intervals(request.plan),
+                backward_schedule(request, instance),
+                scale,
+                dq,
+                dk,
+                dv,
+            )
+        return gradients
 
 
 @functools.cache
@@ -130,20 +208,43 @@ def compiled_head_dims(head_dim: int, v_dim: int) -> tuple[int, int] | None:
     """The least compiled pair that holds these head dims, or None where there is none."""
     if head_dim % 8 or v_dim % 8:
         return None
-    return next((pair for pair in _FORWARD_TILES if head_dim <= pair[0] and v_dim <= pair[1]), None)
+    return next((pair for pair in HEAD_DIMS if head_dim <= pair[0] and v_dim <= pair[1]), None)
 
 
 def forward_instance(
-    dtype: torch.dtype, head_dim: int, v_dim: int, group: int, mask_heads: int, wide_out: bool
+    dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    group: int,
+    mask_heads: int,
+    wide_out: bool = False,
+    score_steps: tuple[str, ...] = (),
+    rows: int | None = None,
+    multiprocessors: int = 132,
 ) -> ForwardInstance:
-    """The variant for these head dims.  Query heads of a group share row tiles where they share the mask."""
+    """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
+
+    Args:
+        rows: query rows over all heads and batch entries, for the last wave of row tiles; None: very many.
+    """
     pair = compiled_head_dims(head_dim, v_dim)
     assert pair is not None, "objections() turns other head dims away"
-    kv_tile, consumers, k_stages, v_stages, stage_out = _FORWARD_TILES[pair]
+    two = _TWO_WARPGROUPS[pair]
+    three = _THREE_WARPGROUPS.get(pair, two)
+    if score_steps:
+        three = two  # three warpgroups have too few registers for them
+    elif rows is not None:
+        busy_two, busy_three = (_busy(rows / (64 * tiles.consumers * multiprocessors)) for tiles in (two, three))
+        if busy_two > _GAIN_OF_THREE * busy_three:
+            three = two
+    *sizes, stage_out = three
     pack = math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
-    return ForwardInstance(
-        dtype, *pair, kv_tile, consumers, k_stages, v_stages, pack, stage_out and not wide_out, wide_out
-    )
+    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, score_steps)
+
+
+def _busy(row_tiles: float) -> float:
+    """Share of the multiprocessors' time that so many equal row tiles a multiprocessor keep busy."""
+    return row_tiles / math.ceil(row_tiles)
 
 
 def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
@@ -151,20 +252,34 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
     sizes = (instance.q_tile, instance.kv_tile)
 
     def build() -> Schedule:
-        return make_schedule(build_tile_plan(plan, *sizes, ragged=True))
+        return make_schedule(build_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
 
-    return derived(plan, ("ffa forward", *sizes), build)
+    return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
+
+
+def backward_schedule(request: AttentionRequest, instance: BackwardInstance) -> BackwardSchedule:
+    """Key tiles of the request's plan, kept as long as the plan's tensors are."""
+    batch, heads = request.q.shape[:2]
+    sizes = (instance.rows, batch, heads, request.k.shape[1])
+    processors = multiprocessors(request.q.device.index)
+
+    def build() -> BackwardSchedule:
+        return plan_backward(request.plan, *sizes, processors)
+
+    return derived(request.plan, ("ffa backward", *sizes), build)
 
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
     return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
 
 
-def combined_scale(request: AttentionRequest) -> float:
-    """The scale and the score mod's factors in one."""
+def leading_factors(request: AttentionRequest) -> tuple[float, tuple[ScoreStep, ...]]:
+    """The scale with the factors that the score mod begins with, and the steps that remain."""
     steps = request.score.steps
-    assert steps is not None and all(isinstance(step, Multiply) for step in steps)
-    return math.prod((step.factor for step in steps if isinstance(step, Multiply)), start=request.scale)
+    assert steps is not None, "objections() turns general score mods away"
+    factors = list(itertools.takewhile(lambda step: isinstance(step, Multiply), steps))
+    scale = math.prod((step.factor for step in factors if isinstance(step, Multiply)), start=request.scale)
+    return scale, steps[len(factors) :]
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -18,10 +18,12 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_schedule import Schedule
+from magi_flex.kernels.ffa_score import STEP, KernelScore
 
 LOG2_E = math.log2(math.e)
-# ForwardParams of the kernel after its four tensor maps.
-_PARAMS = struct.Struct("<10Q3qf11i")
+# ForwardParams of the kernel between its four tensor maps and the score steps.
+_PARAMS = "<11Q3q2f12i"
+_MAPS = 4
 # Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
 _L2_BYTES = 32 << 20
 
@@ -32,24 +34,27 @@ class ForwardInstance:
 
     Attributes:
         head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
-        kv_tile: keys of a key tile.
+        kv_tile: keys of a key tile; narrow_tile: of the short step that a row tile may begin with (0: none).
         consumers: warpgroups of 64 rows each.
         k_stages, v_stages: buffers of K and of V.
         pack: query heads in a row tile.
         stage_out: the output goes through shared memory (not for ``wide_out``).
         wide_out: float32 output.
+        score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
     """
 
     dtype: torch.dtype
     head_dim: int
     v_dim: int
     kv_tile: int
+    narrow_tile: int
     consumers: int
     k_stages: int
     v_stages: int
     pack: int
     stage_out: bool = True
     wide_out: bool = False
+    score_steps: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -66,13 +71,20 @@ class ForwardInstance:
             "FFA_HEAD_DIM": self.head_dim,
             "FFA_V_DIM": self.v_dim,
             "FFA_KV_TILE": self.kv_tile,
+            "FFA_NARROW_TILE": self.narrow_tile,
             "FFA_CONSUMERS": self.consumers,
             "FFA_K_STAGES": self.k_stages,
             "FFA_V_STAGES": self.v_stages,
             "FFA_PACK": self.pack,
             "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,
+            "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
+            "FFA_SCORE_STEPS": ",".join(f"ScoreStep::{kind}" for kind in self.score_steps or ("none",)),
         }
+
+    def params(self) -> struct.Struct:
+        """The kernel's parameters behind its tensor maps."""
+        return struct.Struct(_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
@@ -102,7 +114,8 @@ class _Launcher:
         self.kernel = load_kernel(instance, q.device.index)
         self.multiprocessors = multiprocessors(q.device.index)
         self.threads = 128 * (instance.consumers + 1)
-        self.params = cuda_driver.ParameterBlock(4, _PARAMS)
+        self.no_steps = () if instance.score_steps else (0,) * 7
+        self.params = cuda_driver.ParameterBlock(_MAPS, instance.params())
         swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
         by_row = (3, 1, 2, 0)  # head dim, head, row, batch
         by_key = (3, 2, 1, 0)  # head dim, key, head, batch
@@ -149,13 +162,14 @@ def launch_forward(
     out_BHQE: Tensor,
     lse_BHQ: Tensor,
     max_score_BHQ: Tensor | None,
+    score: KernelScore | None = None,
     sm_margin: int = 0,
 ) -> None:
     """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream.
 
     All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
-    is positive, the interval tables are contiguous, and ``schedule`` was made for ``instance.q_tile`` and
-    ``instance.kv_tile``.  ``sm_margin`` multiprocessors are left to others.
+    is positive (any where there are score steps), the interval tables are contiguous, and ``schedule`` was made for
+    the instance's tile sizes.  ``sm_margin`` multiprocessors are left to others.
     """
     device_index = q_BHQD.device.index
     batch, heads, q_len, _ = q_BHQD.shape
@@ -183,6 +197,7 @@ def launch_forward(
         intervals.ends.data_ptr(),
         schedule.tile_rows.data_ptr(),
         schedule.tile_runs.data_ptr(),
+        schedule.tile_heads.data_ptr(),
         schedule.partial_runs.data_ptr(),
         schedule.full_runs.data_ptr(),
         out_BHQE.data_ptr(),
@@ -190,8 +205,10 @@ def launch_forward(
         0 if max_score_BHQ is None else max_score_BHQ.data_ptr(),
         next_item,
         *out_BHQE.stride()[:3],
-        scale * LOG2_E,
+        LOG2_E if score else scale * LOG2_E,
+        scale,
         q_len,
+        kv_len,
         heads,
         group,
         v_dim,
@@ -202,5 +219,6 @@ def launch_forward(
         replicas,
         replica_heads,
         section,
+        *(score.values if score else launcher.no_steps),
     )
     launcher.kernel.launch(grid, launcher.threads, params, stream)

@@ -1,10 +1,11 @@
 """A tile plan in the form the Hopper kernels read: row tiles in working order, with their runs.
 
-Shape legend: B mask batch, H mask head, N row tiles over all B and H.
+Shape legend: B mask batch, H mask head, N row tiles over all B and H, P partial runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +19,16 @@ class Schedule:
     """Row tiles, longest first within each (mask batch, mask head).
 
     Attributes:
-        tile_rows: int32 ``[N, 4]``: first row, end row, mask (b * H + h), number of key tiles to visit.
+        tile_rows: int32 ``[N, 4]``: first row, end row, mask (b * H + h), number of whole key tiles to visit.
         tile_runs: int32 ``[N, 4]``: begin and end in ``partial_runs``, begin and end in ``full_runs``.
-        partial_runs, full_runs: int32 ``[*, 2]``: begin and end in keys.
+        tile_heads: int32 ``[N, 2]``: begin and end of the keys of a short step before the runs; empty where there is
+            none.
+        partial_runs, full_runs: int32 ``[*, 2]``: begin and end in keys; runs without keys may occur.
     """
 
     tile_rows: Tensor
     tile_runs: Tensor
+    tile_heads: Tensor
     partial_runs: Tensor
     full_runs: Tensor
 
@@ -33,16 +37,46 @@ class Schedule:
         return self.tile_rows.shape[0]
 
 
-def make_schedule(plan: TilePlan) -> Schedule:
-    """Order the row tiles of ``plan`` (all on the plan's device, no synchronization)."""
+def make_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
+    """Order the row tiles of ``plan`` (all on the plan's device).
+
+    Args:
+        narrow_tile: a row tile's visit begins with a short step of at most that many keys, where one of its partial
+            runs leaves so few over; 0: no short steps.
+    """
+    plan, heads = _split_short_steps(plan, narrow_tile)
     counts = plan.head_ptr.diff()
     masks = torch.arange(len(counts), device=counts.device)
     owner = torch.repeat_interleave(masks, counts, output_size=plan.tile_begin.shape[0])
     full_steps, partial_steps = plan.steps()
-    cost = full_steps + partial_steps
+    steps = full_steps + partial_steps
+    cost = 2 * steps + (heads[:, 1] > heads[:, 0])
     order = torch.argsort(owner * (1 << 32) - cost, stable=True)
-    rows = torch.stack((plan.tile_begin, plan.tile_end, owner.int(), cost.int()), 1)
+    rows = torch.stack((plan.tile_begin, plan.tile_end, owner.int(), steps.int()), 1)
     runs = torch.stack((plan.partial_ptr[:-1], plan.partial_ptr[1:], plan.full_ptr[:-1], plan.full_ptr[1:]), 1)
     return Schedule(
-        rows[order].contiguous(), runs[order].contiguous(), plan.partial_runs.contiguous(), plan.full_runs.contiguous()
+        rows[order].contiguous(),
+        runs[order].contiguous(),
+        heads[order].contiguous(),
+        plan.partial_runs.contiguous(),
+        plan.full_runs.contiguous(),
     )
+
+
+def _split_short_steps(plan: TilePlan, narrow_tile: int) -> tuple[TilePlan, Tensor]:
+    """The plan without each row tile's short step, and these steps as int32 ``[N, 2]``."""
+    tiles, runs = plan.tile_begin.shape[0], plan.partial_runs
+    number_P = torch.arange(len(runs), device=runs.device)
+    owner_P = torch.searchsorted(plan.partial_ptr, number_P, right=True, out_int32=False) - 1
+    left_over_P = (runs[:, 1] - runs[:, 0]) % plan.kv_tile
+    is_short_P = (left_over_P > 0) & (left_over_P <= narrow_tile)
+    # The first such run of each row tile.
+    none = len(runs)
+    first = torch.full((tiles,), none, dtype=torch.int64, device=runs.device)
+    first.scatter_reduce_(0, owner_P, torch.where(is_short_P, number_P, none), "amin")
+    taken_P = is_short_P & (first[owner_P] == number_P)
+    end_P = runs[:, 1] - torch.where(taken_P, left_over_P, 0)
+    # A row tile without one reads the padding: an empty step.
+    steps_P = torch.nn.functional.pad(torch.stack((end_P, runs[:, 1]), 1), (0, 0, 0, 1))
+    trimmed = torch.stack((runs[:, 0], end_P), 1)
+    return dataclasses.replace(plan, partial_runs=trimmed), steps_P[first]

@@ -138,12 +138,23 @@ def check_alternating(group: dist.ProcessGroup) -> None:
             check_call(cp, x, d, mask=block_mask)
     with pytest.raises(ValueError, match="there are 2 masks"):
         _ = cp.block_mask
+    check_few_queries(cp_mesh)
     case = make_mask("lower_right_causal", 40, 72).dense()
     cp = ContextParallel(cp_mesh, RowIntervals.from_dense(case), forward_stages=2)
     expected = dense_attention_with_gradients(*operands(1, 4, 2, 40, 72), mask_BHQK=case)
     q, k, v, d_out = operands(1, 4, 2, 40, 72)
     out = flex_attention(cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), block_mask=cp.block_mask, enable_gqa=True)
     torch.testing.assert_close(cp.unshard(out, 2), expected.out)
+
+
+def check_few_queries(cp_mesh: DeviceMesh) -> None:
+    """Few rows over many keys: queries move to the keys, if that is left open."""
+    dense = make_mask("lower_right_causal", 6, 500).dense()
+    for move in ("auto", "keys"):
+        cp = ContextParallel(cp_mesh, RowIntervals.from_dense(dense), move=move)
+        check_call(cp, operands(1, 2, 2, 6, 500), dense)
+        plans = cp.masks[0]._plans.values()
+        assert all((plan.visiting is not None) == (move == "auto") for plan in plans) and plans
 
 
 def test_masks_that_alternate_and_options(world: World) -> None:

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_flex.distributed.agreement import mask_checksum
+from magi_flex.distributed.cost_model import Costs, Shape
 from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, solve_dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.lse import merge_lse
 from magi_flex.distributed.mask_forms import to_intervals, to_plan
 from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
+from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
 from magi_flex.distributed.stages import AttentionPlan, StagedAttention
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline, chrome_trace
 from magi_flex.intervals import RowIntervals
@@ -43,14 +45,14 @@ def inputs(q_len: int, kv_len: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def plan_part(
-    mask: RowIntervals, group: dist.ProcessGroup, stages: int, per_node: int
+    mask: RowIntervals, group: dist.ProcessGroup, stages: int, per_node: int, moved: Tensor | None = None
 ) -> tuple[AttentionPlan, Dispatch, Dispatch]:
     q_dispatch = gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
     kv_dispatch = q_dispatch
     if mask.kv_len != mask.q_len:
         kv_dispatch = Dispatch.contiguous(mask.kv_len, dtensor_row_counts(mask.kv_len, group.size()))
     (needed,) = gather_needed([mask], q_dispatch, group)
-    part = build_exchange_plan(mask, q_dispatch, kv_dispatch, group.rank(), needed, stages, per_node)
+    part = build_exchange_plan(mask, q_dispatch, kv_dispatch, group.rank(), needed, stages, per_node, moved)
     return AttentionPlan.from_exchange(part, "cpu"), q_dispatch, kv_dispatch
 
 
@@ -62,9 +64,10 @@ def run(
     per_node: int = 1,
     keep_keys: bool = False,
     timeline: Timeline | None = None,
+    moved: Tensor | None = None,
 ) -> list[Tensor]:
     """out, lse, max_score, dq, dk, dv of the whole problem, put together from all ranks."""
-    plan, q_dispatch, kv_dispatch = plan_part(mask, group, stages, per_node)
+    plan, q_dispatch, kv_dispatch = plan_part(mask, group, stages, per_node, moved)
     q, k, v, d_out, d_lse = tensors
     rows, keys = plan.rows, plan.local.keys
     staged = StagedAttention(plan, group, DIM**-0.5, timeline=timeline)
@@ -116,6 +119,53 @@ def test_every_mask(world: World, ranks: int, length: int, kv_len: int, stages: 
     if ranks not in (2, 4):
         names = names[:: 4 if ranks > 4 else 2]
     world.run(check_mask, ranks, names, length, kv_len, stages, per_node)
+
+
+def check_moved_queries(group: dist.ProcessGroup, names: list[str], q_len: int, kv_len: int, per_node: int) -> None:
+    """Queries travel for random pairs of ranks, keys for the others."""
+    ranks = group.size()
+    for i, name in enumerate(names):
+        dense = make_mask(name, q_len, kv_len).dense()[:BATCH, :1]
+        tensors = inputs(q_len, kv_len, torch.float64)
+        expected = dense_attention_with_gradients(*tensors, mask_BHQK=dense)
+        moved = torch.rand(ranks, ranks, generator=torch.Generator().manual_seed(i)) < 0.5
+        moved.fill_diagonal_(False)
+        mask = RowIntervals.from_dense(dense)
+        plan, *_ = plan_part(mask, group, 2, per_node, moved)
+        assert plan.visiting is not None
+        wanted = (expected.out, expected.lse, expected.max_score, expected.dq, expected.dk, expected.dv)
+        actual = run(group, mask, tensors, 2, per_node, moved=moved)
+        for what, a, e in zip(("out", "lse", "max", "dq", "dk", "dv"), actual, wanted, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, w=what: f"{n} {w}: {m}")
+
+
+@pytest.mark.parametrize("ranks,q_len,kv_len,per_node", [(3, 37, 37, 1), (4, 9, 50, 2)])
+def test_moved_queries(world: World, ranks: int, q_len: int, kv_len: int, per_node: int) -> None:
+    world.run(check_moved_queries, ranks, list(MASKS)[::3], q_len, kv_len, per_node)
+
+
+def check_choice(group: dist.ProcessGroup) -> None:
+    """Few rows over many keys: queries move.  Long self-attention with few key heads: keys do.  Counts are exact."""
+    for q_len, kv_len, shape, expected in (
+        (8, 2048, Shape(8, 8, 64, 64), True),
+        (512, 512, Shape(64, 8, 128, 128), False),
+    ):
+        dense = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)[None, None]
+        mask = RowIntervals.from_dense(dense)
+        q_dispatch, kv_dispatch = (Dispatch.contiguous(n, dtensor_row_counts(n, group.size())) for n in (q_len, kv_len))
+        (needed,) = gather_needed([mask], q_dispatch, group)
+        counts = gather_pair_counts(mask, q_dispatch, kv_dispatch, needed, group)
+        for r in range(group.size()):
+            for s in range(group.size()):
+                block = dense[0, 0][q_dispatch.rows(r)][:, kv_dispatch.rows(s)]
+                assert counts.rows[r, s] == block.any(1).sum() and counts.keys[r, s] == block.any(0).sum()
+                assert counts.area[r, s] == block.sum()
+        for backward in (False, True):
+            assert choose_pairs(counts, shape, Costs(), backward, 40e9).any() == expected
+
+
+def test_choice_between_queries_and_keys(world: World) -> None:
+    world.run(check_choice, 4)
 
 
 def check_rounding(group: dist.ProcessGroup, dtype: torch.dtype) -> list[float]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import ffa
 from magi_flex.kernels.ffa import FfaBackend, forward_instance, forward_schedule
 from magi_flex.kernels.ffa_forward import launch_forward
-from magi_flex.kernels.request import AttentionOutput, AttentionRequest, Multiply, ScoreProgram
+from magi_flex.kernels.request import (
+    AttentionOutput,
+    AttentionRequest,
+    Bias,
+    Distance,
+    Multiply,
+    ScoreProgram,
+    ScoreStep,
+    Softcap,
+)
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask
 from tests.cases.reference import assert_within_factor, dense_attention
@@ -19,6 +30,14 @@ from tests.cases.reference import assert_within_factor, dense_attention
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
+
+
+@pytest.fixture(autouse=True, params=[2, 3], ids=["two_warpgroups", "three_warpgroups"])
+def consumers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Row tiles of 128 and of 192 rows, whatever is faster for so few rows."""
+    monkeypatch.setattr(ffa, "_GAIN_OF_THREE", 0.0 if request.param == 2 else math.inf)
+    return request.param
+
 
 LENGTHS = (1, 5, 127, 129, 257, 1025, 2046)
 
@@ -64,8 +83,9 @@ def test_every_mask(name: str) -> None:
         case = make_mask(name, length)
         dense = case.dense()
         plan = MaskPlan(RowIntervals.from_dense(dense))
-        batch, heads = max(2, case.batch), max(8, case.heads)
-        q, k, v = inputs((batch, heads, 2, length, length, 128, 128), seed=length)
+        batch = case.batch if case.batch > 1 else 2
+        heads, kv_heads = (case.heads, case.heads) if case.heads > 1 else (16, 2)
+        q, k, v = inputs((batch, heads, kv_heads, length, length, 128, 128), seed=length)
         check(AttentionRequest(q, k, v, on_gpu(plan), 128**-0.5), dense.cuda())
 
 
@@ -74,7 +94,7 @@ def test_every_length(length: int) -> None:
     for name, other in itertools.product(("full", "causal", "document_causal", "sink_and_window"), (length, 333)):
         case = make_mask(name, length, other)
         dense = case.dense()
-        q, k, v = inputs((1, 16, 2, length, other, 128, 128), seed=length)
+        q, k, v = inputs((case.batch, 16, 2, length, other, 128, 128), seed=length)
         check(AttentionRequest(q, k, v, on_gpu(MaskPlan(RowIntervals.from_dense(dense))), 0.1), dense.cuda())
 
 
@@ -83,9 +103,9 @@ def test_every_length(length: int) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    for group, wide in ((1, False), (4, True), (8, False), (6, False)):
-        case = make_mask("prefix_lm_in_documents", 515)
-        dense = case.dense()
+    groups = [(1, False), (4, True)] + ([(8, False), (6, False)] if dims == (128, 128) else [])
+    for group, wide in groups:
+        dense = make_mask("sink_and_window", 515).dense()
         q, k, v = inputs((2, 2 * group, 2, 515, 515, *dims), dtype, seed=group)
         plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
         check(AttentionRequest(q, k, v, plan, dims[0] ** -0.5, wide_results=wide), dense.cuda())
@@ -109,6 +129,71 @@ def test_layouts_and_scales() -> None:
         check(AttentionRequest(q, k, v, plan, scale, score), dense.cuda())
 
 
+def modified(score: Tensor, q: Tensor, k: Tensor, h: Tensor, b: Tensor, steps: tuple[ScoreStep, ...]) -> Tensor:
+    for step in steps:
+        match step:
+            case Multiply(factor):
+                score = score * factor
+            case Softcap(cap):
+                score = cap * torch.tanh(score / cap)
+            case Distance(slopes, absolute):
+                distance = (k - q).abs() if absolute else k - q
+                score = score + slopes.cpu().to(score.dtype)[h % slopes.numel()] * distance
+            case Bias(table, (sb, sh, sq, sk), offset, factor):
+                flat = table.cpu().flatten().to(score.dtype)
+                score = score + factor * flat[offset + b * sb + h * sh + q * sq + k * sk]
+    return score
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4])
+def test_score_steps(head_dim: int, group: int) -> None:
+    batch, kv_heads, q_len, kv_len = 2, 2, 150, 291
+    heads = kv_heads * group
+    case = make_mask("sink_and_window", q_len, kv_len)
+    dense = case.dense()
+    plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+    q, k, v = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, min(head_dim, 128)))
+    pair = torch.randn(batch, heads, q_len, kv_len, device="cuda")
+    relative = torch.randn(heads, q_len + kv_len, device="cuda").to(torch.bfloat16)
+    key = torch.randn(kv_len, device="cuda").to(torch.float16)
+    slopes = torch.rand(heads, device="cuda") * -0.1
+    width = q_len + kv_len
+    programs: list[tuple[ScoreStep, ...]] = [
+        (Softcap(5.0),),
+        (Multiply(-2.0), Softcap(20.0), Multiply(3.0)),
+        (Distance(slopes, absolute=True),),
+        (Distance(slopes[:1], absolute=False), Softcap(10.0)),
+        (Bias(pair, (heads * q_len * kv_len, q_len * kv_len, kv_len, 1), 0),),
+        (Bias(relative, (0, width, 1, -1), kv_len - 1, 0.5), Bias(key, (0, 0, 0, 1), 0)),
+    ]
+    for steps in programs:
+        request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps))
+        result = FfaBackend().forward(request)
+        q_cpu, k_cpu, v_cpu = q.cpu(), k.cpu(), v.cpu()
+
+        def mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor, steps=steps) -> Tensor:
+            return modified(score, row, col, h, b, steps)
+
+        exact, rounded = (
+            dense_attention(q_cpu, k_cpu, v_cpu, dense, mod, 0.2, dtype) for dtype in (torch.float64, q.dtype)
+        )
+        assert_within_factor(result.out.cpu(), rounded.out, exact.out, floor=1e-3)
+        assert_within_factor(result.lse.cpu(), rounded.lse, exact.lse, floor=1e-3)
+        assert_within_factor(result.max_score.cpu(), rounded.max_score, exact.max_score, floor=1e-3)
+
+
+def test_short_steps() -> None:
+    """Every number of keys, so that the short step occurs alone, before whole steps, and not at all."""
+    q_len, kv_len = 600, 300
+    ends = torch.arange(q_len, dtype=torch.int32).view(1, 1, 1, -1) % (kv_len + 1)
+    starts = (ends - 140).clamp(min=0) * (torch.arange(q_len) % 3 == 0).int()
+    plan = MaskPlan(RowIntervals.build(starts, ends, kv_len))
+    for heads, kv_heads in ((8, 1), (2, 2)):
+        q, k, v = inputs((1, heads, kv_heads, q_len, kv_len, 128, 128))
+        check(AttentionRequest(q, k, v, on_gpu(plan), 0.1), plan.to_dense().cuda())
+
+
 def test_no_keys_or_rows() -> None:
     for q_len, kv_len in ((0, 5), (5, 0)):
         q, k, v = inputs((1, 2, 2, q_len, kv_len, 64, 64))
@@ -130,7 +215,7 @@ def test_many_random_intervals_and_empty_rows() -> None:
 
 def test_repeated_runs_agree_bitwise() -> None:
     length = 2046
-    plan = on_gpu(MaskPlan(RowIntervals.from_dense(make_mask("document_causal", length).dense())))
+    plan = on_gpu(MaskPlan(RowIntervals.from_dense(make_mask("chunked_local", length).dense())))
     q, k, v = inputs((2, 16, 2, length, length, 128, 128))
     request = AttentionRequest(q, k, v, plan, 0.1)
     first = FfaBackend().forward(request)
@@ -142,10 +227,10 @@ def test_repeated_runs_agree_bitwise() -> None:
 def test_only_the_tensor_is_written() -> None:
     """Output rows between others' memory: nothing before, behind or between is touched."""
     length, heads = 75, 8
-    dense = make_mask("document_causal", length).dense()
+    dense = make_mask("chunked_local", length).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
     q, k, v = inputs((1, heads, 1, length, length, 128, 128))
-    instance = forward_instance(q.dtype, 128, 128, heads, 1, False)
+    instance = forward_instance(q.dtype, 128, 128, heads, 1, rows=1)
     frame = torch.full((1, heads + 2, length + 32, 192), 7.0, device="cuda", dtype=q.dtype)
     out = frame[:, 1:-1, 16:-16, 32:-32]
     lse = torch.full((3, heads, length), 7.0, device="cuda")
@@ -160,10 +245,10 @@ def test_only_the_tensor_is_written() -> None:
 
 def test_cuda_graph_replays() -> None:
     length = 700
-    dense = make_mask("document_causal", length).dense()
+    dense = make_mask("chunked_local", length).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
     q, k, v = inputs((2, 16, 2, length, length, 128, 128))
-    instance = forward_instance(q.dtype, 128, 128, 8, 1, False)
+    instance = forward_instance(q.dtype, 128, 128, 8, 1, rows=1)
     schedule = forward_schedule(plan, instance)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
 

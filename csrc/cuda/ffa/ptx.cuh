@@ -127,6 +127,11 @@ FFA_DEVICE void bulk_reduce_add_f32(float* global, const void* smem, uint32 byte
                  "r"(smem_address(smem)), "r"(bytes)
                  : "memory");
 }
+// global[0..3] += x, y, z, w; one access of 16 bytes a thread.
+FFA_DEVICE void reduce_add_global_v4(float* global, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
 FFA_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's committed stores still read their shared memory.
 template <int kPending> FFA_DEVICE void bulk_wait_read() {
@@ -172,6 +177,13 @@ FFA_DEVICE float tanh_approx(float x) {
 FFA_DEVICE uint32 shift_left_saturating(uint32 value, uint32 amount) {
     uint32 y;
     asm("shl.b32 %0, %1, %2;" : "=r"(y) : "r"(value), "r"(amount));
+    return y;
+}
+
+// `count` ones from bit `first` on; positions of 32 and more fall away.
+FFA_DEVICE uint32 bit_mask(uint32 first, uint32 count) {
+    uint32 y;
+    asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(y) : "r"(first), "r"(count));
     return y;
 }
 

@@ -5,11 +5,11 @@
 
 namespace magi {
 
-class FloatProducts {
+class FloatForward {
  public:
   static constexpr int kTileAlign = 1;  // key tiles may begin anywhere
 
-  FloatProducts(const Attention& a, float query_factor) : a_(a), factor_(query_factor) {}
+  FloatForward(const Attention& a, float query_factor) : a_(a), factor_(query_factor) {}
 
   bool prepare() { return true; }
 
@@ -17,7 +17,7 @@ class FloatProducts {
 
   class Worker {
    public:
-    explicit Worker(const FloatProducts& shared)
+    explicit Worker(const FloatForward& shared)
         : a_(shared.a_), factor_(shared.factor_), dim_(int(a_.head_dim)), v_dim_(int(a_.v_head_dim)) {
       static thread_local Scratch scratch;
       const size_t q = size_t(kQueryTile) * dim_, scores = size_t(kKeyTile) * kPanel;

@@ -1,0 +1,149 @@
+"""Time the Hopper kernels (backend "ffa") on the benchmark masks, beside cuDNN and FlashAttention-4 where they can.
+
+    python -m benchmarks.bench_ffa [--lengths 2048,8192,32768] [--masks full,causal,...] [--dims 128:128,64:64]
+
+Needs a Hopper GPU.  Rates count the mask's exact area.  Everybody's time is that of a launch on ready inputs (plans are
+made before); the sides take turns, and the figure is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
+from benchmarks.workloads import document_lengths
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.ffa import forward_instance, forward_schedule
+from magi_flex.kernels.ffa_forward import launch_forward
+from magi_flex.mask_plan import MaskPlan
+
+WINDOW, BLOCK = 1024, 2048
+MASKS = ("full", "causal", "varlen_full", "varlen_causal", "sw_causal", "varlen_block_causal")
+Work = Callable[[], object]
+
+
+def bounds(mask: str, length: int) -> tuple[Tensor, Tensor]:
+    """First key and end key of each row, int32 ``[length]``."""
+    row = torch.arange(length)
+    lengths = torch.tensor(document_lengths(length))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    end = lengths.cumsum(0)[document]
+    begin = end - lengths[document]
+    zero = torch.zeros_like(row)
+    lo, hi = {
+        "full": (zero, zero + length),
+        "causal": (zero, row + 1),
+        "varlen_full": (begin, end),
+        "varlen_causal": (begin, row + 1),
+        "sw_causal": ((row - WINDOW + 1).clamp(min=0), row + 1),
+        "varlen_block_causal": (begin, torch.minimum(begin + ((row - begin) // BLOCK + 1) * BLOCK, end)),
+    }[mask]
+    return lo.int(), hi.int()
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Work | None:
+    if mask not in ("full", "causal"):
+        return None
+
+    def work() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=mask == "causal", enable_gqa=True
+            )
+
+    return work
+
+
+def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Work | None:
+    try:
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    except ImportError:
+        return None
+    by_row = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    if mask in ("full", "causal"):
+        return lambda: flash_attn_func(*by_row, causal=mask == "causal")
+    if mask == "sw_causal":
+        return lambda: flash_attn_func(*by_row, window_size=(WINDOW - 1, 0))
+    if mask == "varlen_block_causal":
+        return None
+    lengths = document_lengths(q.shape[2])
+    ptr = torch.tensor([0, *lengths]).cumsum(0).int().to(q.device)
+    packed = [x[0] for x in by_row]
+    most = max(lengths)
+    return lambda: flash_attn_varlen_func(
+        *packed, cu_seqlens_q=ptr, cu_seqlens_k=ptr, max_seqlen_q=most, max_seqlen_k=most,
+        causal=mask == "varlen_causal",
+    )  # fmt: skip
+
+
+def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, int], rounds: int) -> Row:
+    head_dim, v_dim = dims
+    torch.manual_seed(0)
+    kind = dict(device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, heads, length, head_dim, **kind)
+    k = torch.randn(1, kv_heads, length, head_dim, **kind)
+    v = torch.randn(1, kv_heads, length, v_dim, **kind)
+    lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
+    plan = MaskPlan(RowIntervals(lo, hi, length))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    instance = forward_instance(
+        q.dtype, head_dim, v_dim, heads // kv_heads, 1, rows=heads * length, multiprocessors=sms
+    )
+    schedule = forward_schedule(plan, instance)
+    out = torch.empty(1, heads, length, v_dim, **kind)
+    lse = torch.empty(1, heads, length, device="cuda")
+    scale = head_dim**-0.5
+    sides: dict[str, Work | None] = {
+        "ffa": lambda: launch_forward(instance, q, k, v, plan.intervals, schedule, scale, out, lse, None),
+        "cudnn": cudnn(q, k, v, mask),
+        "fa4": flash_attention_4(q, k, v, mask),
+    }
+    # Many short launches in one measurement, so that nobody waits for the host.
+    repeat = max(1, 8192 // length) ** 2
+
+    def several(work: Work) -> Work:
+        return lambda: [work() for _ in range(repeat)]
+
+    candidates = {name: several(work) for name, work in sides.items() if work is not None}
+    timings = interleave(candidates, repeats=rounds, device="cuda")
+    area = plan.area()
+    ms = {name: timing.median_ms / repeat for name, timing in timings.items()}
+    rate = {name: attention_tflops(area, heads, head_dim, v_dim, "fwd", value) for name, value in ms.items()}
+    beside = {name: value for name, value in rate.items() if name != "ffa"}
+    return Row(
+        "attention", "ffa", mask, length, f"{heads}:{kv_heads}", head_dim, "bfloat16", "fwd", ms["ffa"], rate["ffa"],
+        beside, {"v_dim": v_dim} if v_dim != head_dim else {},
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--masks", default=",".join(MASKS))
+    parser.add_argument("--dims", default="128:128")
+    parser.add_argument("--heads", default="64:8")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_forward.json is written")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        leave("needs a Hopper GPU")
+    heads, kv_heads = map(int, args.heads.split(":"))
+    rows = []
+    for pair in args.dims.split(","):
+        head_dim, v_dim = map(int, pair.split(":"))
+        for length in map(int, args.lengths.split(",")):
+            for mask in args.masks.split(","):
+                rows.append(measure(mask, length, heads, kv_heads, (head_dim, v_dim), args.rounds))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+    print(table(rows))
+    print("written:", write_results("ffa_forward", rows, args.directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+// One instance of the attention backward: three kernels that run one after the other (see backward.cuh).
+//
+// Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM (64 or 128),
+// FFA_ROWS (query rows of a step), FFA_WIDE (dq, dk and dv in float32), FFA_WIDE_OUT (the given output is float32).
+#include "backward.cuh"
+#include "backward_convert.cuh"
+
+using Config = ffa::BackwardConfig<DType::FFA_DTYPE, FFA_HEAD_DIM, FFA_ROWS, FFA_WIDE>;
+using OutElement = ffa::SelectType<FFA_WIDE_OUT, float, uint16>::type;
+
+extern "C" {
+
+__device__ int ffa_backward_shared_bytes = sizeof(ffa::BackwardShared<Config>);
+
+__global__ void __launch_bounds__(ffa::kThreads, 1) ffa_backward(const __grid_constant__ ffa::BackwardParams params) {
+    ffa::backward<Config>(params);
+}
+
+__global__ void __launch_bounds__(ffa::kConvertThreads, 6)
+    ffa_backward_prepare(const __grid_constant__ ffa::PrepareParams params) {
+    ffa::prepare<Config::kType, Config::kHeadDim, OutElement>(params);
+}
+
+__global__ void __launch_bounds__(ffa::kConvertThreads, 6)
+    ffa_backward_finish(const __grid_constant__ ffa::FinishParams params) {
+    ffa::finish<Config::kType, Config::kHeadDim, Config::GradientType>(params);
+}
+
+}  // extern "C"

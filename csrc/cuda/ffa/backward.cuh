@@ -1,0 +1,58 @@
+// Attention backward for Hopper: gradients of q, k, v over the tiles of a transposed plan.
+//
+// K/V-stationary: a work item is one key tile of one key/value head; it walks the query runs of some or all query heads
+// of the group in steps of kRows query rows.  Per step, all transposed so that P^T feeds a product from registers:
+//
+//     S^T = K Q^T            P^T = exp2(scale log2e S^T - lse), masked
+//     dP^T = V dO^T          dS^T = P^T (dP^T - delta)
+//     dV += P^T dO           dK += dS^T Q         dQ^T = K^T dS^T, added to a float32 buffer
+//
+// (FlashAttention-2/3, arXiv 2307.08691 and 2407.08608.)  Two consumer warpgroups own 64 keys each and exchange dS
+// through shared memory for dQ; producer warps walk the plan, load tiles with TMA and turn row intervals into bits.
+// Products are issued so that the tensor cores have work during every elementwise phase: dP beside the
+// exponentials, dV beside dS, dK and the next step's S beside the sums into dQ.
+//
+// The dQ buffer (see backward_convert.cuh) holds groups of 8 query rows in fragment order, so that a warp adds 512
+// contiguous bytes at once; that is why steps begin at multiples of 8 rows.
+#pragma once
+
+#include "backward_consumer.cuh"
+#include "backward_producer.cuh"
+
+namespace ffa {
+
+template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
+    extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+    auto& shared = *reinterpret_cast<BackwardShared<C>*>(dynamic_shared);
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(&shared.kv_full, 1);
+        ptx::mbarrier_init(&shared.kv_empty, kConsumerWarps);
+        for (int i = 0; i < C::kStages; ++i) {
+            ptx::mbarrier_init(&shared.step_full[i], 1);
+            ptx::mbarrier_init(&shared.q_full[i], 1);
+            ptx::mbarrier_init(&shared.q_empty[i], kConsumerWarps + kMaskerWarps);
+            ptx::mbarrier_init(&shared.d_out_full[i], 1);
+            ptx::mbarrier_init(&shared.d_out_empty[i], kConsumerWarps);
+            ptx::mbarrier_init(&shared.mask_full[i], kMaskerWarps);
+        }
+        ptx::mbarrier_init_fence();
+    }
+    __syncthreads();
+    const int warpgroup = ptx::warp_uniform(threadIdx.x / 128);
+    if (warpgroup == 0) {
+        ptx::register_decrease<kProducerRegisters>();
+        const int warp = ptx::warp_uniform(threadIdx.x / 32);
+        if (warp == 0) {
+            if (ptx::elect_one()) Planner<C>{params, shared}.run();
+        } else if (warp == 1) {
+            if (ptx::elect_one()) RowLoader<C>{params, shared}.run();
+        } else {
+            Masker<C>{params, shared, static_cast<int>(threadIdx.x) - 64}.run();
+        }
+    } else {
+        ptx::register_increase<kConsumerRegisters>();
+        Consumer<C>{params, shared, warpgroup - 1}.run();
+    }
+}
+
+}  // namespace ffa

@@ -1,0 +1,198 @@
+// The two light kernels around the attention backward.
+//
+// prepare: per query row lse with +inf for empty rows, and delta = sum(dO * O) - dlse / ln 2, so that
+// dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, so that
+// d lse / d s = P / ln 2).  It also zeroes the dQ buffer and the work counter.
+//
+// finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.
+//
+// The dQ buffer holds groups of 8 query rows as fragments of dQ^T: float4 number (panel * 4 + warp) * 32 + lane of a
+// group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows 2 (lane % 4) (+ 1), row first.
+//
+// The dK/dV buffer holds a key tile as fragments of the consumer warpgroups: float4 number
+// (warpgroup * kHeadDim / 8 + j) * 128 + thread has the columns 8 j + 2 (lane % 4) (+ 1) of the rows
+// 64 warpgroup + 16 warp + lane / 4 (+ 8), column first.
+#pragma once
+
+#include "backward_shared.cuh"
+
+namespace ffa {
+
+constexpr int kConvertRows = 32;      // query rows of a block
+constexpr int kConvertThreads = 256;
+
+struct PrepareParams {
+    const void* out;
+    const void* d_out;
+    const float* lse;    // [B * H, q_len]
+    const float* d_lse;  // the same, or null
+    float* row_shift;    // [B * H, padded_rows]
+    float* row_delta;
+    float4* dq_buffer;   // [B * H, padded_rows, kHeadDim / 4]
+    int* work_counter;
+    int64 out_batch, out_head, out_row;  // strides in elements
+    int64 d_out_batch, d_out_head, d_out_row;
+    int heads, q_len, padded_rows, v_dim;
+};
+
+struct FinishParams {
+    const float4* dq_buffer;
+    void* dq;
+    int64 dq_batch, dq_head, dq_row;
+    int heads, q_len, padded_rows, head_dim;
+    float scale;
+    int row_blocks;  // blocks of the grid that convert dq; two for each key tile and key/value head follow
+    const float4* dkv_buffer;
+    void* dk;
+    void* dv;
+    int64 dk_batch, dk_head, dk_row;
+    int64 dv_batch, dv_head, dv_row;
+    const int* head_ptr;  // of the plan, as in MaskParams
+    const int* tile_begin;
+    const int* tile_end;
+    int kv_heads, tiles, mask_batches, mask_heads, v_dim;
+};
+
+// Eight elements (16-byte aligned) as floats.
+template <DType kType> FFA_DEVICE void load_eight(const uint16* source, float (&values)[8]) {
+    const uint4 pairs = *reinterpret_cast<const uint4*>(source);
+    ptx::unpack_pair<kType>(pairs.x, values[0], values[1]);
+    ptx::unpack_pair<kType>(pairs.y, values[2], values[3]);
+    ptx::unpack_pair<kType>(pairs.z, values[4], values[5]);
+    ptx::unpack_pair<kType>(pairs.w, values[6], values[7]);
+}
+template <DType kType> FFA_DEVICE void load_eight(const float* source, float (&values)[8]) {
+    *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(source);
+    *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(source + 4);
+}
+
+template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(const PrepareParams& params) {
+    constexpr int kLanes = kHeadDim / 8;  // of a row
+    constexpr int kPassRows = kConvertThreads / kLanes;
+    static_assert(32 % kLanes == 0, "a row stays inside a warp");
+    const int blocks = params.padded_rows / kConvertRows;
+    const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
+    const int batch = head_row / params.heads, head = head_row % params.heads;
+    const auto* out = static_cast<const OutElement*>(params.out) + batch * params.out_batch + head * params.out_head;
+    const auto* d_out =
+        static_cast<const uint16*>(params.d_out) + batch * params.d_out_batch + head * params.d_out_head;
+    const int64 padded_row = static_cast<int64>(head_row) * params.padded_rows + first_row;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.work_counter = 0;
+
+    const int lane = threadIdx.x % kLanes, column = lane * 8;
+#pragma unroll
+    for (int pass = 0; pass < kConvertRows / kPassRows; ++pass) {
+        const int block_row = pass * kPassRows + threadIdx.x / kLanes, row = first_row + block_row;
+        float sum = 0.0f;
+        if (row < params.q_len && column < params.v_dim) {
+            alignas(16) float o[8], d_o[8];
+            load_eight<kType>(out + row * params.out_row + column, o);
+            load_eight<kType>(d_out + row * params.d_out_row + column, d_o);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d_o[i], sum);
+        }
+#pragma unroll
+        for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (lane == 0) {
+            float shift = -ptx::negative_infinity, delta = 0.0f;
+            if (row < params.q_len) {
+                const int64 at = static_cast<int64>(head_row) * params.q_len + row;
+                const float lse = params.lse[at];
+                if (lse != ptx::negative_infinity) {
+                    constexpr float kLog2E = 1.4426950408889634f;
+                    shift = lse;
+                    delta = params.d_lse ? fmaf(params.d_lse[at], -kLog2E, sum) : sum;
+                }
+            }
+            params.row_shift[padded_row + block_row] = shift;
+            params.row_delta[padded_row + block_row] = delta;
+        }
+    }
+    float4* buffer = params.dq_buffer + padded_row * (kHeadDim / 4);
+#pragma unroll
+    for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) {
+        buffer[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+    }
+}
+
+// dK (which = 0) or dV (1) of one block of the buffer; blocks are numbered as by Planner::find_item.
+template <DType kType, int kHeadDim, class Element>
+FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
+    const int plane = block / params.tiles, tile = block % params.tiles;
+    const bool by_plane = params.mask_heads > 1 || params.mask_batches == 1;
+    const int kv_head = plane % params.kv_heads;
+    int batch = plane / params.kv_heads, index = tile;
+    if (!by_plane) {
+        while (params.head_ptr[batch + 1] <= tile) ++batch;
+    } else if (params.mask_batches > 1) {
+        index += params.head_ptr[batch * params.mask_heads];
+    }
+    const int begin = params.tile_begin[index], rows = params.tile_end[index] - begin;
+    const float4* buffer = params.dkv_buffer + (static_cast<int64>(block) * 2 + which) * (kKeys * kHeadDim / 4);
+    const int64 batch_stride = which ? params.dv_batch : params.dk_batch;
+    const int64 head_stride = which ? params.dv_head : params.dk_head;
+    auto* out = static_cast<Element*>(which ? params.dv : params.dk) + batch * batch_stride + kv_head * head_stride;
+    const int64 row_stride = which ? params.dv_row : params.dk_row;
+    const float scale = which ? 1.0f : params.scale;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kKeys * kHeadDim / 4; i += kConvertThreads) {
+        const int slice = i / 128, thread = i % 128, lane = thread % 32;
+        const int row = slice / (kHeadDim / 8) * 64 + thread / 32 * 16 + lane / 4;
+        const int column = slice % (kHeadDim / 8) * 8 + lane % 4 * 2;
+        if (column >= (which ? params.v_dim : params.head_dim)) continue;
+        const float4 fragment = buffer[i];
+        Element* to = out + (begin + row) * row_stride + column;
+        if (row < rows) store_pair<kType>(to, fragment.x * scale, fragment.y * scale);
+        if (row + 8 < rows) store_pair<kType>(to + 8 * row_stride, fragment.z * scale, fragment.w * scale);
+    }
+}
+
+template <DType kType, int kHeadDim, class Element> FFA_DEVICE void finish(const FinishParams& params) {
+    if (blockIdx.x >= params.row_blocks) {
+        const int job = blockIdx.x - params.row_blocks;
+        finish_keys<kType, kHeadDim, Element>(params, job / 2, job % 2);
+        return;
+    }
+    // Rows 16 bytes longer than a multiple of 128: writes of a fragment touch every bank once.
+    __shared__ float rows[kConvertRows][kHeadDim + 4];
+    const int blocks = params.padded_rows / kConvertRows;
+    const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
+    if (first_row >= params.q_len) return;
+    const float4* buffer =
+        params.dq_buffer + (static_cast<int64>(head_row) * params.padded_rows + first_row) * (kHeadDim / 4);
+    constexpr int kGroupVectors = 8 * kHeadDim / 4;
+#pragma unroll
+    for (int i = threadIdx.x; i < kConvertRows / 8 * kGroupVectors; i += kConvertThreads) {
+        const float4 fragment = buffer[i];
+        const int group = i / kGroupVectors, slice = i % kGroupVectors / 32, lane = i % 32;
+        const int row = group * 8 + lane % 4 * 2, column = slice * 16 + lane / 4;
+        rows[row][column] = fragment.x;
+        rows[row + 1][column] = fragment.y;
+        rows[row][column + 8] = fragment.z;
+        rows[row + 1][column + 8] = fragment.w;
+    }
+    __syncthreads();
+    const int batch = head_row / params.heads, head = head_row % params.heads;
+    auto* dq = static_cast<Element*>(params.dq) + batch * params.dq_batch + head * params.dq_head;
+    constexpr int kLanes = kHeadDim / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < kConvertRows * kLanes; i += kConvertThreads) {
+        const int block_row = i / kLanes, row = first_row + block_row, column = i % kLanes * 8;
+        if (row >= params.q_len || column >= params.head_dim) continue;
+        float values[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) values[j] = rows[block_row][column + j] * params.scale;
+        Element* to = dq + row * params.dq_row + column;
+        if constexpr (sizeof(Element) == 4) {
+            reinterpret_cast<float4*>(to)[0] = {values[0], values[1], values[2], values[3]};
+            reinterpret_cast<float4*>(to)[1] = {values[4], values[5], values[6], values[7]};
+        } else {
+            uint32 pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) pairs[j] = ptx::pack_pair<kType>(values[2 * j], values[2 * j + 1]);
+            *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
+    }
+}
+
+}  // namespace ffa

@@ -1,0 +1,192 @@
+// The producer warps of the attention backward: walk the plan, load tiles, make mask bits.
+#pragma once
+
+#include "backward_shared.cuh"
+
+namespace ffa {
+
+// Which mask a query head has, counted over mask batch entries and mask heads.
+FFA_DEVICE int mask_head_of(const BackwardParams& params, int batch, int head) {
+    return (params.mask.mask_batches == 1 ? 0 : batch) * params.mask.mask_heads +
+           (params.mask.mask_heads == 1 ? 0 : head);
+}
+
+// Walks the plan (one thread): publishes items, with their keys and values, and steps.  Few registers: what lasts is in
+// shared memory.
+template <class C> struct Planner {
+    const BackwardParams& params;
+    BackwardShared<C>& shared;
+    Ring<C::kStages> ring;
+
+    // Writes the item that work number `work` stands for.
+    FFA_DEVICE bool find_item(int work, Item& item) const {
+        const MaskParams& mask = params.mask;
+        if (work >= mask.entry_count * mask.replicas) return false;
+        const int section = work / (mask.entry_count * mask.section);
+        const int first = section * mask.section;
+        const int width = min(mask.section, mask.replicas - first);
+        work -= first * mask.entry_count;
+        const int4 entry = __ldg(mask.entries + work / width);
+        const int replica = first + work % width;
+        const int mask_batch = entry.x / mask.mask_heads;
+        // Replicas are batch entries times key/value heads times parts, where the mask does not distinguish them.
+        const int replica_heads = mask.mask_heads == 1 ? params.kv_heads * params.parts : 1;
+        item.batch = mask.mask_batches == 1 ? replica / replica_heads : mask_batch;
+        item.first_head = mask.mask_heads == 1 ? replica % replica_heads * params.group : entry.x % mask.mask_heads;
+        item.kv_head = item.first_head / (params.group * params.parts);
+        item.tile = entry.y;
+        item.steps = entry.z;
+        const int index = __ldg(mask.head_ptr + entry.x) + entry.y;
+        item.key_begin = __ldg(mask.tile_begin + index);
+        item.key_end = __ldg(mask.tile_end + index);
+        const bool batch_has_blocks = mask.mask_heads > 1 || mask.mask_batches == 1;
+        const int plane = (batch_has_blocks ? item.batch * params.kv_heads : 0) + item.kv_head;
+        item.block = plane * params.tiles + (mask.mask_heads > 1 ? entry.y : index);
+        return true;
+    }
+
+    FFA_DEVICE void load_keys(const Item& item) const {
+        ptx::mbarrier_arrive_expect_bytes(&shared.kv_full, 2 * kKeys * C::kHeadDim * 2);
+#pragma unroll
+        for (int p = 0; p < C::kPanels; ++p) {
+            const int column = p * kPanelColumns;
+            ptx::tma_load_4d(shared.k[p], params.k, &shared.kv_full, column, item.key_begin, item.kv_head, item.batch);
+            ptx::tma_load_4d(shared.v[p], params.v, &shared.kv_full, column, item.key_begin, item.kv_head, item.batch);
+        }
+    }
+
+    // Walks a run from its end, so that the tiles of a causal mask visit the same rows at the same time.
+    FFA_DEVICE void publish_run(const Item& item, int head, int2 run, bool partial) {
+        const int first = run.x & ~(kRowGroup - 1);
+#pragma unroll 1
+        for (int row = first + (run.y - 1 - first) / C::kRows * C::kRows; row >= first; row -= C::kRows) {
+            ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
+            const bool whole = item.key_end - item.key_begin == kKeys && row >= run.x && row + C::kRows <= run.y;
+            const int plane = item.batch * params.kv_heads * params.parts * params.group + head;
+            shared.step[ring.stage] = {(plane * params.padded_rows + row) / kRowGroup,
+                                       partial || !whole,
+                                       item.batch,
+                                       head,
+                                       row,
+                                       run.x,
+                                       run.y,
+                                       item.key_begin,
+                                       item.key_end};
+            ptx::mbarrier_arrive(&shared.step_full[ring.stage]);
+            ring.advance();
+        }
+    }
+
+    FFA_DEVICE void publish_head(const Item& item, int head) {
+        const MaskParams& mask = params.mask;
+#pragma unroll 1
+        for (int partial = 0; partial < 2; ++partial) {
+            const int* ptr = partial ? mask.partial_ptr : mask.full_ptr;
+            const int index = mask.head_ptr[mask_head_of(params, item.batch, head)] + item.tile;
+            const int end = ptr[index + 1];
+#pragma unroll 1
+            for (int r = ptr[index]; r < end; ++r) {
+                publish_run(item, head, (partial ? mask.partial_runs : mask.full_runs)[r], partial);
+            }
+        }
+    }
+
+    FFA_DEVICE void run() {
+#pragma unroll 1
+        for (int turn = 0;; turn ^= 1) {
+            Item& item = shared.item[turn];
+            const bool found = find_item(atomicAdd(params.work_counter, 1), item);
+            if (!found) item.steps = -1;
+            ptx::mbarrier_wait(&shared.kv_empty, turn ^ 1);
+            if (!found) break;
+            load_keys(item);
+#pragma unroll 1
+            for (int h = 0; h < params.group; ++h) publish_head(item, item.first_head + h);
+        }
+        ptx::mbarrier_arrive(&shared.kv_full);
+        ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
+        shared.step[ring.stage].row_group = -1;
+        ptx::mbarrier_arrive(&shared.step_full[ring.stage]);
+    }
+};
+
+// Loads the tiles of Q and dO, and their rows' statistics.
+template <class C> struct RowLoader {
+    const BackwardParams& params;
+    BackwardShared<C>& shared;
+
+    FFA_DEVICE void load(const ptx::TensorMap& map, const float* statistics, uint16* tile, float* rows, uint64* full,
+                         const Step& step) const {
+        ptx::mbarrier_arrive_expect_bytes(full, C::kRows * C::kHeadDim * 2 + C::kRows * 4);
+#pragma unroll
+        for (int p = 0; p < C::kPanels; ++p) {
+            ptx::tma_load_4d(tile + p * C::kRows * kPanelColumns, map, full, p * kPanelColumns, step.row, step.head,
+                             step.batch);
+        }
+        ptx::bulk_load(rows, statistics + static_cast<int64>(step.row_group) * kRowGroup, full, C::kRows * 4);
+    }
+
+    FFA_DEVICE void run() const {
+#pragma unroll 1
+        for (Ring<C::kStages> ring;; ring.advance()) {
+            const int stage = ring.stage;
+            ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
+            const Step& step = shared.step[stage];
+            if (step.row_group < 0) return;
+            load(params.q, params.row_shift, shared.q[stage][0][0], shared.shift[stage], &shared.q_full[stage], step);
+            ptx::mbarrier_wait(&shared.d_out_empty[stage], ring.phase ^ 1);
+            load(params.d_out, params.row_delta, shared.d_out[stage][0][0], shared.delta[stage],
+                 &shared.d_out_full[stage], step);
+        }
+    }
+};
+
+// Turns the row intervals of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query row i.  Two
+// warps share the rows, one row a lane at a time.
+template <class C> struct Masker {
+    const BackwardParams& params;
+    BackwardShared<C>& shared;
+    const int first_row;  // of this lane
+
+    FFA_DEVICE void write_row(const Step& step, uint32 (&mask)[kKeyWords][C::kRows], int row) const {
+        uint32 words[kKeyWords] = {};
+        const int query = step.row + row;
+        if (query >= step.run_begin && query < step.run_end) {
+            const int key_begin = step.key_begin, key_count = step.key_end - key_begin;
+            uint32 index = mask_head_of(params, step.batch, step.head) * params.mask.intervals * params.q_len + query;
+#pragma unroll 1
+            for (int r = 0; r < params.mask.intervals; ++r, index += params.q_len) {
+                const int begin = __ldg(params.mask.starts + index) - key_begin;
+                const int end = min(__ldg(params.mask.ends + index) - key_begin, key_count);
+#pragma unroll
+                for (int w = 0; w < kKeyWords; ++w) {
+                    const int first = max(begin - 32 * w, 0);
+                    words[w] |= ptx::bit_mask(first, max(end - 32 * w - first, 0));
+                }
+            }
+        }
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w) mask[w][row] = words[w];
+    }
+
+    FFA_DEVICE void run() const {
+#pragma unroll 1
+        for (Ring<C::kStages> ring;; ring.advance()) {
+            const int stage = ring.stage;
+            ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
+            const Step& step = shared.step[stage];
+            if (step.row_group < 0) return;
+            if (step.masked) {
+#pragma unroll 1
+                for (int row = first_row; row < C::kRows; row += 64) write_row(step, shared.mask[stage], row);
+                __syncwarp();
+            }
+            if (ptx::lane_index() == 0) {
+                ptx::mbarrier_arrive(&shared.mask_full[stage]);
+                ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+            }
+        }
+    }
+};
+
+}  // namespace ffa

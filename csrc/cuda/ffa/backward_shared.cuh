@@ -1,0 +1,134 @@
+// What the parts of the attention backward share: sizes, kernel parameters, layout of shared memory.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace ffa {
+
+constexpr int kKeys = 128;         // keys of a tile: 64 for each consumer warpgroup
+constexpr int kKeyWords = kKeys / 32;
+constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
+constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
+constexpr int kPanelBytes = 128;   // of one row
+constexpr int kConsumers = 256, kConsumerWarps = kConsumers / 32;
+constexpr int kMaskerWarps = 2;
+constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+constexpr int kThreads = 128 + kConsumers;
+constexpr int kDsBarrier = 1;  // named barrier of the consumers
+
+// The plan's arrays (TilePlan, transposed: row tiles are key tiles, runs are query runs) and the row intervals.
+struct MaskParams {
+    const int* head_ptr;      // [mask_batches * mask_heads + 1]
+    const int* tile_begin;    // [N], keys
+    const int* tile_end;      // [N]
+    const int* full_ptr;      // [N + 1]
+    const int2* full_runs;    // [F] query rows
+    const int* partial_ptr;   // [N + 1]
+    const int2* partial_runs; // [P]
+    const int4* entries;      // key tiles in working order: mask of the item's first head, tile in it, steps, 0
+    const int* starts;        // [mask_batches, mask_heads, intervals, q_len]
+    const int* ends;
+    int mask_batches, mask_heads, intervals;
+    // Items are numbered section by section; a section is all entries for a few replicas: (batch, key/value head, part)
+    // triples that share the mask, few enough that what they read and sum into stays in L2.
+    int entry_count, replicas, section;
+};
+
+struct BackwardParams {
+    ptx::TensorMap q, k, v, d_out;
+    MaskParams mask;
+    const float* row_shift;  // [B * H, padded_rows]: lse (log2 domain), +inf for empty rows
+    const float* row_delta;  // [B * H, padded_rows]
+    float* dq_buffer;        // [B * H, padded_rows / 8, 8 * kHeadDim]
+    float* dkv_buffer;  // null, or [blocks, 2, kKeys, kHeadDim]: dK and dV are summed there in float32, fragment order
+    void* dk;
+    void* dv;
+    int64 dk_batch, dk_head, dk_row;  // strides in elements
+    int64 dv_batch, dv_head, dv_row;
+    int* work_counter;  // zero at launch
+    int kv_heads, parts, group;  // a key/value head's query heads are split into `parts` items of `group` heads each
+    int q_len, padded_rows, head_dim, v_dim;
+    int tiles;  // of one mask head where the mask depends on the head, else of all masks
+    float scale, scale_log2;
+};
+
+template <bool kFirst, class First, class Second> struct SelectType {
+    using type = First;
+};
+template <class First, class Second> struct SelectType<false, First, Second> {
+    using type = Second;
+};
+
+template <DType kType_, int kHeadDim_, int kRows_, bool kWide_> struct BackwardConfig {
+    static constexpr DType kType = kType_;
+    static constexpr int kHeadDim = kHeadDim_;  // of q, k, v: 64 or 128; smaller ones are padded with zeros by TMA
+    static constexpr int kRows = kRows_;        // query rows of a step
+    static constexpr bool kWide = kWide_;       // dk and dv in float32
+    using GradientType = typename SelectType<kWide_, float, uint16>::type;
+    static constexpr int kStages = 2;           // of Q and dO; dS is double-buffered too
+    static constexpr int kPanels = kHeadDim / kPanelColumns;
+    static constexpr int kRowPanelBytes = kRows * kPanelBytes;
+    static constexpr int kKeyPanelBytes = kKeys * kPanelBytes;
+    // dQ^T has kHeadDim rows: the warpgroups share them where there are two panels, else they share the query rows.
+    static constexpr int kDqRows = kPanels == 2 ? kRows : kRows / 2;
+    static_assert(kHeadDim == 64 || kHeadDim == 128, "other head dims need another split of dQ");
+    static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
+};
+
+// One key tile of one key/value head, for some of its query heads.
+struct Item {
+    int steps;  // -1: no more work
+    int batch, kv_head, first_head;
+    int key_begin, key_end;
+    int tile;   // counted inside its mask
+    int block;  // of dkv_buffer
+};
+
+// Query rows [row, row + kRows) of one head; masked steps attend only inside [run_begin, run_end) and the intervals.
+struct Step {
+    int row_group;  // of the dQ buffer, counted over all batch entries and heads; -1: no more steps
+    int masked;
+    int batch, head, row;
+    int run_begin, run_end;
+    int key_begin, key_end;
+};
+
+template <class C> struct BackwardShared {
+    alignas(1024) uint16 k[C::kPanels][kKeys][kPanelColumns];
+    alignas(1024) uint16 v[C::kPanels][kKeys][kPanelColumns];
+    alignas(1024) uint16 q[C::kStages][C::kPanels][C::kRows][kPanelColumns];
+    alignas(1024) uint16 d_out[C::kStages][C::kPanels][C::kRows][kPanelColumns];
+    alignas(1024) uint16 ds[2][2][C::kRows][kPanelColumns];  // [buffer][keys of a warpgroup]
+    alignas(16) float shift[C::kStages][C::kRows];
+    alignas(16) float delta[C::kStages][C::kRows];
+    alignas(16) uint32 mask[C::kStages][kKeyWords][C::kRows];
+    Step step[C::kStages];
+    Item item[2];  // by turns: the next one is written while one is worked on
+    uint64 kv_full, kv_empty;
+    uint64 step_full[C::kStages];  // step[] is written; the stage's mask may be overwritten
+    uint64 q_full[C::kStages], q_empty[C::kStages];
+    uint64 d_out_full[C::kStages], d_out_empty[C::kStages];
+    uint64 mask_full[C::kStages];
+};
+
+// Position in a ring of kStages buffers.
+template <int kStages> struct Ring {
+    int stage = 0;
+    uint32 phase = 0;
+    FFA_DEVICE void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Two neighbouring elements of a result.
+template <DType kType> FFA_DEVICE void store_pair(uint16* to, float low, float high) {
+    *reinterpret_cast<uint32*>(to) = ptx::pack_pair<kType>(low, high);
+}
+template <DType kType> FFA_DEVICE void store_pair(float* to, float low, float high) {
+    *reinterpret_cast<float2*>(to) = {low, high};
+}
+
+}  // namespace ffa

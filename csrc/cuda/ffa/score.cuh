@@ -1,0 +1,57 @@
+// Score mods that are a sequence of simple steps (magi_flex/kernels/request.py), applied to a fragment of scores.
+#pragma once
+
+#include "ptx.cuh"
+
+enum class ScoreStep { none, multiply, softcap, distance, absolute_distance, bias_f32, bias_bf16, bias_fp16 };
+
+// What a step reads.  The index of a table's element is the sum of strides times batch entry, head, row and key.
+struct ScoreStepParams {
+    float value;    // multiply, bias: the factor; softcap: the cap
+    float inverse;  // softcap: 1 / cap
+    const void* table;
+    int64 stride_batch, stride_head, stride_row, stride_key;
+};
+
+struct ScoreIndex {
+    int batch, head, row, key;
+};
+
+template <ScoreStep kStep>
+FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, const ScoreIndex& at) {
+    if constexpr (kStep == ScoreStep::multiply) {
+        return score * step.value;
+    } else if constexpr (kStep == ScoreStep::softcap) {
+        return step.value * ptx::tanh_approx(score * step.inverse);
+    } else if constexpr (kStep == ScoreStep::distance || kStep == ScoreStep::absolute_distance) {
+        const float slope = __ldg(static_cast<const float*>(step.table) + at.head * step.stride_head);
+        const int distance = at.key - at.row;
+        return fmaf(slope, kStep == ScoreStep::distance ? distance : abs(distance), score);
+    } else {
+        const int64 index = at.batch * step.stride_batch + at.head * step.stride_head + at.row * step.stride_row +
+                            at.key * step.stride_key;
+        float bias;
+        if constexpr (kStep == ScoreStep::bias_f32) {
+            bias = __ldg(static_cast<const float*>(step.table) + index);
+        } else {
+            float unused;
+            const uint32 bits = __ldg(static_cast<const uint16*>(step.table) + index);
+            ptx::unpack_pair<kStep == ScoreStep::bias_bf16 ? DType::bf16 : DType::fp16>(bits, bias, unused);
+        }
+        return fmaf(step.value, bias, score);
+    }
+}
+
+template <ScoreStep... kSteps> struct ScoreSteps {
+    static constexpr int kCount = sizeof...(kSteps);
+
+    FFA_DEVICE static float apply(float score, const ScoreStepParams* params, const ScoreIndex& at) {
+        ((score = apply_score_step<kSteps>(score, *params++, at)), ...);
+        return score;
+    }
+};
+// No score mod.
+template <> struct ScoreSteps<ScoreStep::none> {
+    static constexpr int kCount = 0;
+    FFA_DEVICE static float apply(float score, const ScoreStepParams*, const ScoreIndex&) { return score; }
+};

@@ -1,0 +1,129 @@
+"""A transposed tile plan in the form the Hopper backward reads: key tiles in working order, split over query heads.
+
+Shape legend: N key tiles over all mask batch entries and mask heads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.tiles import TilePlan, build_tile_plan
+
+KEY_TILE = 128
+ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
+# Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
+# converting the sums of a key tile whose dK and dV are summed in memory; what longest-first order leaves at the end, of
+# the longest item.
+_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 2.0, 5.0, 0.15
+# Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
+# heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads.
+_DRIFT = 0.1
+
+
+@dataclass(frozen=True)
+class BackwardSchedule:
+    """A transposed tile plan with what the kernel's scheduler reads.
+
+    Attributes:
+        plan: key tiles and their query runs.
+        heads: query heads that a work item walks, a divisor of the query heads per key/value head.  If it is less than
+            these, the parts of dK and dV are summed in float32 in memory: more, smaller items.
+        entries: int32 ``[*, 4]``, key tiles in working order, most steps first: the mask (b * H + h) of an item's first
+            query head, the tile counted inside that mask, the steps of ``plan.q_tile`` query rows that the tile takes
+            over all heads of the item, 0.
+    """
+
+    plan: TilePlan
+    heads: int
+    entries: Tensor
+
+
+def plan_backward(
+    plan: MaskPlan, rows: int, batch: int, heads: int, kv_heads: int, processors: int
+) -> BackwardSchedule:
+    """The schedule of a backward pass with ``rows`` query rows a step.
+
+    Args:
+        plan: the mask.
+        batch, heads, kv_heads: of q and k.
+        processors: multiprocessors that share the work.
+    """
+    group = heads // kv_heads
+    mask_batch, mask_heads = plan.starts.shape[:2]
+    # Heads that share a key/value head also share its key tiles, which only the fixed grid promises between masks.
+    ragged = mask_heads == 1 or group == 1
+    tiles = build_tile_plan(plan, rows, KEY_TILE, transposed=True, ragged=ragged, run_align=ROW_GROUP)
+    copies = (heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
+    split = choose_heads(tile_steps(tiles), copies, group, processors)
+    return make_backward_schedule(tiles, mask_heads, split)
+
+
+def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> int:
+    """Query heads of a work item: the divisor of ``group`` with the least estimated time.
+
+    Args:
+        steps_N: steps of each key tile for one query head.
+        copies: (batch, query head) pairs that share the tiles.
+
+    The estimate: all steps and items shared evenly, with the penalty of drift, plus the tail, but no less than the
+    longest item; for items of one length the number of rounds.  (Reads three numbers from the device.)
+    """
+    tiles = steps_N.numel()
+    if group == 1 or not tiles:
+        return group
+    numbers = torch.stack((steps_N.sum(), steps_N.max(), (steps_N.diff() != 0).sum())).tolist()
+    total, longest, changes = (float(x) for x in numbers)
+    even = longest * tiles <= 1.05 * total
+    drift = _DRIFT if 2 * changes > tiles else 0.0
+
+    def cost(heads: int) -> float:
+        items = tiles * copies / heads
+        sums = _BLOCK_STEPS * tiles * copies / group / processors if heads < group else 0.0
+        longest_item = longest * heads + _ITEM_STEPS
+        if even:
+            return -(-items // processors) * longest_item + sums
+        shared = (total * copies + items * _ITEM_STEPS) / processors + sums
+        shared *= 1 + drift * (math.log2(heads) / 3) ** 2
+        return max(shared + _TAIL * longest_item, longest_item)
+
+    return min((h for h in range(group, 0, -1) if group % h == 0), key=cost)
+
+
+def tile_steps(plan: TilePlan) -> Tensor:
+    """Steps of ``plan.q_tile`` rows of each key tile, int64 ``[N]``: a run's first step begins at a row group."""
+    total = torch.zeros_like(plan.tile_begin, dtype=torch.int64)
+    for runs, ptr in ((plan.full_runs, plan.full_ptr), (plan.partial_runs, plan.partial_ptr)):
+        first = runs[:, 0].long() // ROW_GROUP * ROW_GROUP
+        steps = (runs[:, 1] - first + plan.q_tile - 1) // plan.q_tile
+        total += torch.nn.functional.pad(steps.cumsum(0), (1, 0))[ptr.long()].diff()
+    return total
+
+
+def make_backward_schedule(plan: TilePlan, mask_heads: int, heads: int) -> BackwardSchedule:
+    """Order the key tiles of ``plan`` for items of ``heads`` query heads (all on the plan's device).
+
+    Where the mask depends on the query head and several heads share a key/value head, these must have the same key
+    tiles (a fixed grid).
+    """
+    if not plan.transposed:
+        raise ValueError("plan: has row tiles of queries; the backward needs the transposed plan (key tiles)")
+    steps = tile_steps(plan)
+    counts = plan.head_ptr.diff().long()
+    masks = torch.arange(len(counts), device=counts.device)
+    if mask_heads == 1 or heads == 1:
+        mask = torch.repeat_interleave(masks, counts, output_size=plan.tile_begin.shape[0])
+        tile = torch.arange(len(mask), device=mask.device) - plan.head_ptr[mask]
+        steps = steps * heads
+    else:
+        tiles = plan.tile_begin.shape[0] // len(counts)
+        steps = steps.view(-1, heads, tiles).sum(1).flatten()
+        mask = masks[::heads].repeat_interleave(tiles)
+        tile = torch.arange(tiles, device=masks.device).repeat(len(counts) // heads)
+    order = torch.argsort(steps, descending=True, stable=True)
+    entries = torch.stack((mask, tile, steps, torch.zeros_like(steps)), 1)[order]
+    return BackwardSchedule(plan, heads, entries.to(torch.int32).contiguous())

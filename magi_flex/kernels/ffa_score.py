@@ -1,0 +1,55 @@
+"""Score steps in the form the Hopper kernels take: kinds for the compiler, values for the launch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_flex.kernels.request import Bias, Distance, Multiply, ScoreStep, Softcap
+
+# ScoreStepParams of csrc/cuda/ffa/score.cuh.
+STEP = struct.Struct("<2fQ4q")
+_BIAS_KINDS = {torch.float32: "bias_f32", torch.bfloat16: "bias_bf16", torch.float16: "bias_fp16"}
+
+
+@dataclass(frozen=True)
+class KernelScore:
+    """Attributes:
+    kinds: of each step, names of the kernel's ``ScoreStep``.
+    values: the fields of each step's parameters, one after the other.
+    tables: what the values point into, to be kept until the launch.
+    """
+
+    kinds: tuple[str, ...]
+    values: tuple[int | float, ...]
+    tables: tuple[Tensor, ...]
+
+
+def kernel_score(steps: Sequence[ScoreStep]) -> KernelScore:
+    """Kinds and values of ``steps`` (all on the device of the launch)."""
+    kinds: list[str] = []
+    values: list[int | float] = []
+    tables: list[Tensor] = []
+    for step in steps:
+        value, inverse, address, strides = 0.0, 0.0, 0, (0, 0, 0, 0)
+        match step:
+            case Multiply(factor):
+                kind, value = "multiply", factor
+            case Softcap(cap):
+                kind, value, inverse = "softcap", cap, 1 / cap
+            case Distance(slopes, absolute):
+                kind = "absolute_distance" if absolute else "distance"
+                slopes = slopes.to(torch.float32).contiguous()
+                tables.append(slopes)
+                address, strides = slopes.data_ptr(), (0, int(slopes.numel() > 1), 0, 0)
+            case Bias(table, strides, offset, value):
+                table = table.contiguous() if table.dtype in _BIAS_KINDS else table.to(torch.float32).contiguous()
+                tables.append(table)
+                kind, address = _BIAS_KINDS[table.dtype], table.data_ptr() + offset * table.element_size()
+        kinds.append(kind)
+        values += [value, inverse, address, *strides]
+    return KernelScore(tuple(kinds), tuple(values), tuple(tables))
