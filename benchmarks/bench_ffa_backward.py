@@ -1,0 +1,110 @@
+"""Time the Hopper backward (backend "ffa") on the benchmark masks, beside cuDNN and FlashAttention-4 where they can.
+
+    python -m benchmarks.bench_ffa_backward [--lengths 2048,8192,32768] [--masks full,causal,...] [--dims 128,64]
+                                            [--split 8,2,1]
+
+Needs a Hopper GPU.  Rates count the mask's exact area and 2.5 times the forward's operations; times hold everything
+from ready inputs to the three gradients (plans are made before).  The sides take turns, and the figure is the median
+over the rounds.  ``--split`` adds sides with a given number of query heads a work item ("ffa2"), for the cost model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.bench_ffa import MASKS, Work, bounds, cudnn, flash_attention_4
+from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.ffa import FfaBackend
+from magi_flex.kernels.ffa_backward import backward_instance, launch_backward
+from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
+from magi_flex.kernels.request import AttentionRequest
+from magi_flex.mask_plan import MaskPlan
+
+
+def gradients_of(work: Work | None, inputs: list[Tensor], d_out: Tensor) -> Work | None:
+    """The backward alone of what ``work`` computes from ``inputs`` (which want gradients)."""
+    if work is None:
+        return None
+    out = work()
+    out = out[0] if isinstance(out, tuple) else out
+    assert isinstance(out, Tensor)
+    d_out = d_out if out.shape == d_out.shape else d_out.transpose(1, 2).contiguous().view(out.shape)
+    return lambda: torch.autograd.grad(out, inputs, d_out, retain_graph=True)
+
+
+def measure(mask: str, length: int, heads: int, kv_heads: int, head_dim: int, splits: list[int], rounds: int) -> Row:
+    torch.manual_seed(0)
+    kind = dict(device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, heads, length, head_dim, **kind)
+    k, v = (torch.randn(1, kv_heads, length, head_dim, **kind) for _ in range(2))
+    d_out = torch.randn_like(q)
+    lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
+    plan = MaskPlan(RowIntervals(lo, hi, length))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    instance = backward_instance(q.dtype, head_dim, head_dim)
+    scale = head_dim**-0.5
+    forward = FfaBackend().forward(AttentionRequest(q, k, v, plan, scale))
+    results = [torch.empty_like(x) for x in (q, k, v)]
+
+    def ffa(schedule: BackwardSchedule) -> Work:
+        return lambda: launch_backward(
+            instance, q, k, v, forward.out, forward.lse, d_out, None, plan.intervals, schedule, scale, *results
+        )
+
+    chosen = plan_backward(plan, instance.rows, 1, heads, kv_heads, sms)
+    # Rows before heads, as flash-attention wants them; cuDNN takes any order.
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    by_head = [x.transpose(1, 2) for x in leaves]
+    sides: dict[str, Work | None] = {"ffa": ffa(chosen)}
+    for split in splits:
+        sides[f"ffa{split}"] = ffa(make_backward_schedule(chosen.plan, 1, split))
+    for name, other in (("cudnn", cudnn), ("fa4", flash_attention_4)):
+        sides[name] = gradients_of(other(by_head[0], by_head[1], by_head[2], mask), leaves, d_out)
+    repeat = max(1, 4096 // length) ** 2  # short launches: nobody waits for the host
+
+    def several(work: Work) -> Work:
+        return lambda: [work() for _ in range(repeat)]
+
+    candidates = {name: several(work) for name, work in sides.items() if work is not None}
+    timings = interleave(candidates, repeats=rounds, device="cuda")
+    ms = {name: timing.median_ms / repeat for name, timing in timings.items()}
+    area = plan.area()
+    rate = {name: attention_tflops(area, heads, head_dim, head_dim, "bwd", value) for name, value in ms.items()}
+    beside = {name: value for name, value in rate.items() if name != "ffa"}
+    return Row(
+        "attention", "ffa", mask, length, f"{heads}:{kv_heads}", head_dim, "bfloat16", "bwd", ms["ffa"], rate["ffa"],
+        beside, {"heads_an_item": chosen.heads},
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--masks", default=",".join(MASKS))
+    parser.add_argument("--dims", default="128")
+    parser.add_argument("--heads", default="64:8")
+    parser.add_argument("--split", default="", help="query heads a work item, comma separated: further sides")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_backward.json is written")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        leave("needs a Hopper GPU")
+    heads, kv_heads = map(int, args.heads.split(":"))
+    splits = [int(x) for x in args.split.split(",") if x]
+    rows = []
+    for head_dim in map(int, args.dims.split(",")):
+        for length in map(int, args.lengths.split(",")):
+            for mask in args.masks.split(","):
+                rows.append(measure(mask, length, heads, kv_heads, head_dim, splits, args.rounds))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+    print(table(rows))
+    print("written:", write_results("ffa_backward", rows, args.directory))
+
+
+if __name__ == "__main__":
+    main()
