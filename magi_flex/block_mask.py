@@ -35,6 +35,8 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] | None = None,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """As torch's create_block_mask, in time and memory that grow with tokens for the masks people use.
 
@@ -46,15 +48,23 @@ def create_block_mask(
         BLOCK_SIZE: of the block lists; by default 128, coarser beyond 16384 tokens so that lists stay small.
         _compile: ignored; nothing needs to be compiled.
         separate_full_blocks: list full blocks apart, so that kernels skip the mask there.
+        compute_dq_write_order, dq_kv_order: for torch's own deterministic backward; must be left as they are.
     Returns:
         A BlockMask whose mask_mod is a CanonicalMaskMod.  Inside a compiled region, where tensor contents are not
         known, this is torch's own create_block_mask.
     Raises:
         ValueError (MaskModError, UnsupportedMask): where mask_mod is no mask over single pairs, or a size is bad.
+        NotImplementedError: for compute_dq_write_order.
     """
+    if compute_dq_write_order:
+        raise NotImplementedError(
+            "compute_dq_write_order: is True; only False is possible here, so make this mask with "
+            "torch.nn.attention.flex_attention.create_block_mask"
+        )
     if torch.compiler.is_compiling():
         block = _FINEST_BLOCK if BLOCK_SIZE is None else BLOCK_SIZE
-        return stock.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block, False, separate_full_blocks)
+        options = {} if separate_full_blocks else {"separate_full_blocks": False}  # torch 2.11 does not know it
+        return stock.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block, **options)
     for name, size in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if size is not None and size < (1 if name in "BH" else 0):
             raise ValueError(f"{name}: is {size}; a size of at least {1 if name in 'BH' else 0} is needed")

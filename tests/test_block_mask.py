@@ -293,6 +293,8 @@ def test_sizes_that_do_not_fit() -> None:
         create_block_mask(causal, 0, None, 5, 5, "cpu")
     with pytest.raises(ValueError, match="Q_LEN: is -1"):
         create_block_mask(causal, None, None, -1, 5, "cpu")
+    with pytest.raises(NotImplementedError, match="compute_dq_write_order: is True"):
+        create_block_mask(causal, None, None, 5, 5, "cpu", compute_dq_write_order=True)
     with pytest.raises(ValueError, match="BLOCK_SIZE: is 0"):
         create_block_mask(causal, None, None, 5, 5, "cpu", 0)
 
