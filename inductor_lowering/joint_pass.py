@@ -91,10 +91,11 @@ class _Rewriter:
         call = HopCall.of_node(node)
         refuse_stock_for_sharded(call, reason)
         device = call.q.meta["val"].device
-        if node.target is BACKWARD_HOP and device.type == "cpu":
+        wanted = "a backward pass" if node.target is BACKWARD_HOP else "the largest scores"
+        if device.type == "cpu" and (node.target is BACKWARD_HOP or call.kernel_options.get("OUTPUT_MAX")):
             raise RuntimeError(
-                f"flex_attention cannot be trained on a CPU this way: PyTorch itself has no backward there, and "
-                f"magi_flex cannot take this call ({reason})"
+                f"flex_attention: {wanted} on a CPU is more than PyTorch itself can compile, and magi_flex cannot take "
+                f"this call ({reason})"
             )
         logger.log(logging.INFO if reason.chosen else logging.WARNING, "%s is left to PyTorch: %s", node.target, reason)
         position = 6 if node.target is FORWARD_HOP else 11

@@ -17,7 +17,7 @@ from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.route import check_choice
-from magi_flex.op_specs import MaskSpec, ScoreSpec, is_shard_handle, split_captures
+from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
 
 STOCK = "stock"
 WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
@@ -52,13 +52,13 @@ def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
 
 def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any], list[Any]]:
     """(spec, tensors, ints) of the call's mask, as MaskSpec describes them."""
-    handle = sharded_handle(call)
-    if handle is not None:
-        return MaskSpec(None, "t", sharded=True), [handle], []
     try:
         program = FxProgram.from_graph(mask_mod)
     except UnsupportedProgram as error:
         raise Stock(f"mask_mod: {error}") from error
+    handle = sharded_handle(call)
+    if handle is not None and str(SHARD_HANDLE_MAGIC) in program.to_json():
+        return MaskSpec(None, "t", sharded=True), [handle], []
     args = call.block_mask
     lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
     if lists and args.full_kv_num_blocks is not None:
