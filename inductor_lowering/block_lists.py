@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.plan_blocks import block_area
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,14 @@ class BlockRows:
         blocks: intervals in keys, a "row" being a query block.
         q_block: rows of a query block.
         q_len: rows in all; the last block may have fewer.
+        kv_block, listed_BHNM: keys of a key block, and whether each block is listed (None where no list was given).
     """
 
     blocks: RowIntervals
     q_block: int
     q_len: int
+    kv_block: int | None = None
+    listed_BHNM: Tensor | None = None
 
     @staticmethod
     def from_lists(
@@ -57,10 +62,10 @@ class BlockRows:
         target = torch.where(listed, indices_BHNL, columns)
         dense_BHNM = torch.zeros(*target.shape[:3], columns + 1, dtype=torch.bool, device=target.device)
         dense_BHNM.scatter_(3, target, True)
-        runs = RowIntervals.from_dense(dense_BHNM[..., :columns])
-        return BlockRows(
-            RowIntervals.build(runs.starts.long() * kv_block, runs.ends.long() * kv_block, kv_len), q_block, q_len
-        )
+        listed_BHNM = dense_BHNM[..., :columns]
+        runs = RowIntervals.from_dense(listed_BHNM)
+        blocks = RowIntervals.build(runs.starts.long() * kv_block, runs.ends.long() * kv_block, kv_len)
+        return BlockRows(blocks, q_block, q_len, kv_block, listed_BHNM)
 
     @staticmethod
     def full(q_len: int, kv_len: int, device: torch.device | str) -> BlockRows:
@@ -75,15 +80,29 @@ class BlockRows:
     def heads(self) -> int:
         return self.blocks.starts.shape[1]
 
-    @property
-    def is_full(self) -> bool:
-        return bool((self.blocks.row_area() == self.blocks.kv_len).all())
-
-    @property
-    def is_empty(self) -> bool:
-        return not bool((self.blocks.ends > self.blocks.starts).any())
-
     def rows(self, begin: int, end: int) -> RowIntervals:
         """The intervals of rows [begin, end), only as many slots as these rows need."""
         block_Q = torch.arange(begin, end, device=self.blocks.starts.device) // self.q_block
         return self.blocks.take_rows(block_Q).trim()
+
+
+def lists_agree(plan: MaskPlan, partial: BlockRows, full: BlockRows | None) -> bool:
+    """Whether the lists change nothing: every block with attending pairs is listed, and full ones are full in ``plan``.
+
+    ``plan`` and the lists have the same lengths.
+    """
+    listed_BHNM, kv_block = partial.listed_BHNM, partial.kv_block
+    if listed_BHNM is None or kv_block is None:
+        return False
+    area_BHNM = block_area(plan, partial.q_block, kv_block)
+    if full is not None:
+        if full.listed_BHNM is None:
+            return False
+        rows_N, keys_M = (
+            (length - torch.arange(0, length, block, device=plan.device)).clamp(max=block)
+            for length, block in ((plan.q_len, partial.q_block), (plan.kv_len, kv_block))
+        )
+        if bool((full.listed_BHNM & (area_BHNM != rows_N[:, None] * keys_M)).any()):
+            return False
+        listed_BHNM = listed_BHNM | full.listed_BHNM
+    return not bool(((area_BHNM > 0) & ~listed_BHNM).any())

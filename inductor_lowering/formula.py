@@ -70,6 +70,7 @@ class Or(Formula):
 
 
 def all_of(parts: Sequence[Formula]) -> Formula:
+    """The conjunction, without parts that change nothing."""
     flat: list[Formula] = []
     for part in parts:
         if part == Constant(False):
@@ -80,7 +81,14 @@ def all_of(parts: Sequence[Formula]) -> Formula:
 
 
 def any_of(parts: Sequence[Formula]) -> Formula:
-    return negation(all_of([negation(part) for part in parts]))
+    """The disjunction, without parts that change nothing."""
+    flat: list[Formula] = []
+    for part in parts:
+        if part == Constant(True):
+            return part
+        if part != Constant(False):
+            flat.extend(part.parts if isinstance(part, Or) else (part,))
+    return flat[0] if len(flat) == 1 else Or(tuple(flat)) if flat else Constant(False)
 
 
 def negation(formula: Formula) -> Formula:
@@ -99,7 +107,7 @@ def negation(formula: Formula) -> Formula:
     if isinstance(formula, Opaque):
         return Opaque(formula.step, not formula.negated, formula.reason)
     if isinstance(formula, And):
-        return Or(tuple(negation(part) for part in formula.parts))
+        return any_of([negation(part) for part in formula.parts])
     if isinstance(formula, Or):
         return all_of([negation(part) for part in formula.parts])
     raise TypeError(f"formula: {type(formula).__name__} has no negation")

@@ -140,7 +140,7 @@ class MaskProgram:
         device: torch.device | str,
     ) -> None:
         self.sizes = {"b": batch, "h": heads, "q": q_len, "k": kv_len}
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, as tensors have it
         for i, capture in enumerate(captures):
             if isinstance(capture, Tensor) and capture.device != self.device and capture.dim() > 0:
                 raise UnsupportedMask(

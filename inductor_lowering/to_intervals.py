@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from inductor_lowering.block_lists import BlockRows
+from inductor_lowering.block_lists import BlockRows, lists_agree
 from inductor_lowering.canonical import find_canonical
 from inductor_lowering.capture import MaskMod, trace_mask_mod
 from inductor_lowering.mask_program import MaskProgram
@@ -22,10 +22,11 @@ from inductor_lowering.separate import separate
 from inductor_lowering.solve import Solver
 from inductor_lowering.stream import RowCollector
 from inductor_lowering.words import WordEvaluator, pack_keys
-from magi_flex.bit_tiles import BitTiles, unpack_bits
+from magi_flex.bit_tiles import unpack_bits
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.plan_blocks import dense_tile
 
 ROWS_AT_ONCE = 1 << 14  # a multiple of the builder's row tile
 logger = logging.getLogger("magi_flex")
@@ -172,7 +173,7 @@ def plan_with_report(
     if canonical is not None:
         plan = canonical.plan(captures, kv_len)
         _check_sizes(plan, batch, heads, q_len)
-        if domain is not None or not _is_within(plan, q_len, kv_len):
+        if not _is_within(plan, q_len, kv_len) or (domain is not None and not lists_agree(plan, domain, always)):
             plan = restrict_plan(plan, domain or BlockRows.full(q_len, kv_len, device), always)
         return plan, PlanReport(rules=["canonical"])
     mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
@@ -219,7 +220,7 @@ def restrict_plan(plan: MaskPlan, domain: BlockRows, always: BlockRows | None = 
             inside = inside.intersect(RowIntervals.build(rows.starts, rows.ends, kv_len))
             collector.add(inside if outside is None else inside.union(outside))
         else:
-            collector.stream(lambda rows, keys: pack_keys(mask_plan_tile(plan, rows, keys)), inside, outside, begin)
+            collector.stream(lambda rows, keys: pack_keys(dense_tile(plan, rows, keys)), inside, outside, begin)
     return collector.finish()
 
 
@@ -243,33 +244,3 @@ def _is_within(plan: MaskPlan, q_len: int, kv_len: int) -> bool:
         return False
     slots = bits.slot[(bits.cols == kv_len // bits.kv_tile) & (bits.slot >= 0)].long()
     return not bool(unpack_bits(bits.bits[slots])[..., kv_len % bits.kv_tile :].any())
-
-
-def mask_plan_tile(plan: MaskPlan, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """A plan's dense mask on a tile, bool ``[B, H, rows, keys]``."""
-    part = plan.intervals.take_rows(slice(*rows))
-    starts, ends = (x.clamp(*keys) - keys[0] for x in (part.starts, part.ends))
-    dense = RowIntervals(starts, ends, keys[1] - keys[0]).to_dense()
-    bits = plan.bit_tiles
-    if bits is None:
-        return dense
-    q_tile, kv_tile = bits.q_tile, bits.kv_tile
-    for b in range(dense.shape[0]):
-        for h in range(dense.shape[1]):
-            for tile in range(rows[0] // q_tile, -(-rows[1] // q_tile)):
-                first, last = bits.row_ptr[b, h, tile : tile + 2].tolist()
-                for col, slot in zip(bits.cols[first:last].tolist(), bits.slot[first:last].tolist(), strict=True):
-                    _paste(dense[b, h], bits, (tile * q_tile, col * kv_tile), slot, (rows[0], keys[0]))
-    return dense
-
-
-def _paste(dense_QK: Tensor, bits: BitTiles, corner: tuple[int, int], slot: int, origin: tuple[int, int]) -> None:
-    """Write one bit tile, whose first pair is ``corner``, into a dense mask whose first pair is ``origin``."""
-    row, key = corner[0] - origin[0], corner[1] - origin[1]
-    row_from, key_from = max(0, -row), max(0, -key)
-    target = dense_QK[max(0, row) : max(0, row + bits.q_tile), max(0, key) : max(0, key + bits.kv_tile)]
-    if slot < 0:
-        target.fill_(True)
-        return
-    tile = unpack_bits(bits.bits[slot])
-    target |= tile[row_from : row_from + target.shape[0], key_from : key_from + target.shape[1]]

@@ -13,10 +13,11 @@ from torch.nn.attention import flex_attention as stock
 from torch.nn.attention.flex_attention import BlockMask
 
 from inductor_lowering.capture import MaskMod
-from inductor_lowering.to_intervals import mask_plan_tile, plan_from_block_mask, plan_from_mask_mod
+from inductor_lowering.to_intervals import plan_from_block_mask, plan_from_mask_mod
 from magi_flex.attn_slices import Ranges, plan_from_attn_slices
 from magi_flex.canonical_mask import CanonicalMaskMod
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.plan_blocks import block_area
 
 __all__ = ["CanonicalMaskMod", "block_mask_from_plan", "create_block_mask", "from_attn_slices", "plan"]
 
@@ -34,6 +35,8 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] | None = None,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """As torch's create_block_mask, in time and memory that grow with tokens for the masks people use.
 
@@ -45,15 +48,23 @@ def create_block_mask(
         BLOCK_SIZE: of the block lists; by default 128, coarser beyond 16384 tokens so that lists stay small.
         _compile: ignored; nothing needs to be compiled.
         separate_full_blocks: list full blocks apart, so that kernels skip the mask there.
+        compute_dq_write_order, dq_kv_order: for torch's own deterministic backward; must be left as they are.
     Returns:
         A BlockMask whose mask_mod is a CanonicalMaskMod.  Inside a compiled region, where tensor contents are not
         known, this is torch's own create_block_mask.
     Raises:
         ValueError (MaskModError, UnsupportedMask): where mask_mod is no mask over single pairs, or a size is bad.
+        NotImplementedError: for compute_dq_write_order.
     """
+    if compute_dq_write_order:
+        raise NotImplementedError(
+            "compute_dq_write_order: is True; only False is possible here, so make this mask with "
+            "torch.nn.attention.flex_attention.create_block_mask"
+        )
     if torch.compiler.is_compiling():
         block = _FINEST_BLOCK if BLOCK_SIZE is None else BLOCK_SIZE
-        return stock.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block, False, separate_full_blocks)
+        options = {} if separate_full_blocks else {"separate_full_blocks": False}  # torch 2.11 does not know it
+        return stock.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block, **options)
     for name, size in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if size is not None and size < (1 if name in "BH" else 0):
             raise ValueError(f"{name}: is {size}; a size of at least {1 if name in 'BH' else 0} is needed")
@@ -94,7 +105,7 @@ def block_mask_from_plan(
     q_block, kv_block = (block_size, block_size) if isinstance(block_size, int) else block_size
     if q_block < 1 or kv_block < 1:
         raise ValueError(f"BLOCK_SIZE: is {block_size}; positive numbers of rows and keys are needed")
-    area_BHNM = _block_area(mask_plan, q_block, kv_block)
+    area_BHNM = block_area(mask_plan, q_block, kv_block)
     full_BHNM = area_BHNM == q_block * kv_block  # as in stock masks, a block that crosses a length is partial
     if not separate_full_blocks:
         full_BHNM = torch.zeros_like(full_BHNM)
@@ -145,35 +156,3 @@ def _ordered(dense_BHNM: Tensor) -> tuple[Tensor, Tensor]:
     """Number of listed blocks, and all block indices with the listed ones first in ascending order."""
     order = torch.argsort(dense_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
     return dense_BHNM.sum(-1, dtype=torch.int32), order.to(torch.int32)
-
-
-def _block_area(mask_plan: MaskPlan, q_block: int, kv_block: int) -> Tensor:
-    """Attended pairs of each block, int64 ``[B, H, N, M]``."""
-    batch, heads, _, q_len = mask_plan.starts.shape
-    rows, columns = -(-q_len // q_block), -(-mask_plan.kv_len // kv_block)
-    bits = mask_plan.bit_tiles
-    if bits is not None and (q_block % bits.q_tile or kv_block % bits.kv_tile):
-        area = torch.zeros(batch, heads, rows, columns, dtype=torch.int64, device=mask_plan.device)
-        for n in range(rows):
-            band = mask_plan_tile(mask_plan, (n * q_block, min(q_len, (n + 1) * q_block)), (0, mask_plan.kv_len))
-            keys = torch.nn.functional.pad(band.sum(2), (0, columns * kv_block - mask_plan.kv_len))
-            area[:, :, n] = keys.unflatten(2, (columns, kv_block)).sum(3)
-        return area
-    # Keys below x: all of the blocks before x // kv_block, and x % kv_block of that one.
-    before = torch.zeros(batch * heads * rows, columns + 1, dtype=torch.int64, device=mask_plan.device)
-    inside = torch.zeros_like(before)
-    row_Q = torch.arange(q_len, device=mask_plan.device) // q_block
-    head_G = torch.arange(batch * heads, device=mask_plan.device).view(batch, heads, 1, 1) * rows
-    used = mask_plan.ends > mask_plan.starts
-    for bound, sign in ((mask_plan.ends, 1), (mask_plan.starts, -1)):
-        cell = ((head_G + row_Q) * (columns + 1) + bound // kv_block)[used]
-        inside.view(-1).index_add_(0, cell, bound[used].long() % kv_block * sign)
-        before.view(-1).index_add_(0, cell, torch.full_like(cell, sign))
-    after = before.sum(1, keepdim=True) - before.cumsum(1)
-    area = (inside + after * kv_block)[:, :columns].reshape(batch, heads, rows, columns).contiguous()
-    if bits is not None:
-        tile = bits.tile_rows()
-        block = tile // bits.row_tiles * rows + tile % bits.row_tiles * bits.q_tile // q_block
-        cell = block * columns + bits.cols * bits.kv_tile // kv_block
-        area.view(-1).index_add_(0, cell, bits.tile_area(q_len, mask_plan.kv_len))
-    return area

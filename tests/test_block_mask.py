@@ -93,6 +93,7 @@ def test_memory_grows_with_tokens() -> None:
     assert mask.kv_num_blocks.shape[:2] == (1, 1)
     lists = sum(x.nbytes for x in mask.as_tuple() if isinstance(x, Tensor))
     found = plan(mask, B=4, H=8)
+    assert found.starts.data_ptr() == mask.mask_mod.starts.data_ptr()
     assert lists < 1 << 20 and found.nbytes == 8 * 96000
     assert found.area() == 96000 * 96001 // 2
 
@@ -140,6 +141,7 @@ def test_canonical_mask_is_recognised_and_costs_nothing(name: str) -> None:
     found, report = plan_with_report(program, captures, case.batch, case.heads, 300, 300)
     assert report.rules == ["canonical"] and found.starts.data_ptr() == mask.mask_mod.starts.data_ptr()
     assert torch.equal(found.to_dense(), case.dense())
+    assert plan(mask, B=case.batch, H=case.heads).starts.data_ptr() == mask.mask_mod.starts.data_ptr()
     assert find_canonical(*trace_mask_mod(case.mask_mod)) is None
 
 
@@ -245,6 +247,27 @@ def test_lists_and_mask_mod_both_count() -> None:
         assert torch.equal(plan_from_lists(*lists).to_dense(), pairs > 0)
 
 
+def test_lists_that_contradict_a_canonical_mask_mod() -> None:
+    """Fewer blocks than the mask_mod has, or a full block where it is not full: the lists win, as in stock kernels."""
+    ours = create_block_mask(causal, None, None, 384, 384, "cpu")
+    want = create_mask(causal, 1, 1, 384, 384, "cpu")
+    fewer = BlockMask.from_kv_blocks(
+        ours.kv_num_blocks * 0, ours.kv_indices, *full_lists(ours), mask_mod=ours.mask_mod, seq_lengths=(384, 384)
+    )
+    inside = torch.arange(384)[:, None] // 128 > torch.arange(384) // 128
+    assert torch.equal(plan(fewer).to_dense()[0, 0], inside)
+    fuller = BlockMask.from_kv_blocks(
+        *full_lists(ours), ours.kv_num_blocks, ours.kv_indices, mask_mod=ours.mask_mod, seq_lengths=(384, 384)
+    )
+    diagonal = torch.arange(384)[:, None] // 128 == torch.arange(384) // 128
+    assert torch.equal(plan(fuller).to_dense(), want | diagonal)
+
+
+def full_lists(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    return mask.full_kv_num_blocks, mask.full_kv_indices
+
+
 def test_shared_lists_still_ask_the_mask_mod_about_every_batch_entry() -> None:
     mask = BlockMask.from_kv_blocks(
         torch.full((1, 1, 1), 1, dtype=torch.int32),
@@ -288,6 +311,8 @@ def test_sizes_that_do_not_fit() -> None:
         create_block_mask(causal, 0, None, 5, 5, "cpu")
     with pytest.raises(ValueError, match="Q_LEN: is -1"):
         create_block_mask(causal, None, None, -1, 5, "cpu")
+    with pytest.raises(NotImplementedError, match="compute_dq_write_order: is True"):
+        create_block_mask(causal, None, None, 5, 5, "cpu", compute_dq_write_order=True)
     with pytest.raises(ValueError, match="BLOCK_SIZE: is 0"):
         create_block_mask(causal, None, None, 5, 5, "cpu", 0)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import ffa_backward
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_backward import BackwardInstance
@@ -43,6 +44,11 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
     # The first S; then in the loop dP, dV, dQ, dK and the next S.
     assert found[HGMMA] == scores + (scores + rows + keys + rows + scores)
     assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
+
+
+def test_parameters_have_the_sizes_that_the_source_asserts() -> None:
+    blocks = (ffa_backward._BACKWARD_PARAMS, ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)
+    assert [block.size for block in blocks] == [248, 128, 184]
 
 
 def random_plan(mask_batch: int, mask_heads: int) -> MaskPlan:

@@ -205,6 +205,24 @@ def test_empty_lengths(q_len: int, kv_len: int) -> None:
     assert plan.to_dense().shape[-2:] == (q_len, kv_len) and plan.area() == 0
 
 
+def test_numbers_among_the_captures() -> None:
+    """Sizes in graphs with dynamic shapes are plain numbers."""
+    steps = [["arg"]] * 7 + [
+        ["call", "aten::sub", "Tensor", [{"node": 3}, {"node": 4}], {}],
+        ["call", "aten::le", "Tensor", [{"node": 7}, {"node": 2}], {}],
+        ["call", "aten::lt", "Scalar", [{"node": 3}, {"node": 5}], {}],
+        ["call", "aten::sub", "Tensor", [{"node": 2}, {"node": 3}], {}],
+        ["call", "aten::remainder", "Scalar", [{"node": 10}, {"node": 6}], {}],
+        ["call", "aten::eq", "Scalar", [{"node": 11}, 1], {}],
+        ["call", "aten::bitwise_and", "Tensor", [{"node": 8}, {"node": 9}], {}],
+        ["call", "aten::bitwise_or", "Tensor", [{"node": 13}, {"node": 12}], {}],
+        ["return", {"node": 14}],
+    ]
+    plan = plan_from_program(FxProgram(tuple(steps)), [7, 20.5, 50], 1, 1, 60, 70)
+    q, k = torch.arange(60)[:, None], torch.arange(70)
+    assert torch.equal(plan.to_dense()[0, 0], (k - 7 <= q) & (k < 20.5) | ((q - k) % 50 == 1))
+
+
 # ---- programs from compiled graphs -----------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from magi_flex.distributed.dispatch import Dispatch, solve_dispatch
     from magi_flex.distributed.group_collective import group_cast, group_reduce
     from magi_flex.distributed.group_plan import GroupPlan
+    from magi_flex.distributed.measure import measure_costs
     from magi_flex.distributed.timeline import Timeline
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "group_reduce": "group_collective",
     "GroupPlan": "group_plan",
     "Timeline": "timeline",
+    "measure_costs": "measure",
 }
 __all__ = [
     "ContextParallel",
@@ -33,6 +35,7 @@ __all__ = [
     "attend_local",
     "group_cast",
     "group_reduce",
+    "measure_costs",
     "solve_dispatch",
 ]
 

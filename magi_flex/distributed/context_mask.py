@@ -66,6 +66,12 @@ class Options:
             if value is not None and value < 1:
                 raise ValueError(f"{name}: got {value}, allowed are 1 and more, or None for the cost model's choice")
 
+    def as_ints(self) -> list[int]:
+        """For a checksum: all of them decide what is exchanged, so every rank must have the same."""
+        costs = torch.tensor(list(vars(self.costs).values()), dtype=torch.float64).view(torch.int64).tolist()
+        stages = (self.forward_stages or 0, self.backward_stages or 0)
+        return [*stages, self.keep_keys, self.ranks_per_node, self.move == "auto", self.prefetch, *costs]
+
 
 @dataclass
 class ContextMask:

@@ -80,9 +80,7 @@ class ContextParallel:
         ranks = self.group.size()
         if ranks % self.options.ranks_per_node:
             raise ValueError(f"ranks_per_node: got {self.options.ranks_per_node}, which must divide the {ranks} ranks")
-        stages = (self.options.forward_stages or 0, self.options.backward_stages or 0)
-        options_of_rank = (*stages, self.options.keep_keys, self.options.ranks_per_node, self.options.move == "auto")
-        check_masks(intervals, self.group, options_of_rank)
+        check_masks(intervals, self.group, self.options.as_ints())
         lengths = {(mask.q_len, mask.kv_len) for mask in intervals}
         if len(lengths) > 1:
             raise ValueError(

@@ -227,7 +227,7 @@ def dispatch_banded(area_C: Tensor, chunk_size: int, length: int, row_counts: Se
     total_P = torch.tensor(list(row_counts), dtype=torch.int64).cumsum(0).double()  # rows of both windows up to a rank
     low_P = (total_P - rows_before[1][-1]).clamp_(min=0)
     high_P = total_P.clamp(max=float(rows_before[0][-1]))
-    for _ in range(max(1, length).bit_length() + 8):
+    for _ in range(max(1, length).bit_length() + 2):
         middle_P = (low_P + high_P) / 2
         short_P = area_at(0, middle_P) + area_at(1, total_P - middle_P) < mean * total_P
         low_P = torch.where(short_P, middle_P, low_P)

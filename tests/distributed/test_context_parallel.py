@@ -65,14 +65,14 @@ def check_eager(group: dist.ProcessGroup, names: list[str]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_masks_eager(world: World, ranks: int) -> None:
-    world.run(check_eager, ranks, list(MASKS)[:: 6 if ranks == 1 else 2])
+    world.run(check_eager, ranks, list(MASKS)[:: 9 if ranks == 1 else 3])
 
 
 def check_any_length(group: dist.ProcessGroup) -> None:
     """Uneven shards, ranks without rows, 30 heads; documents of 4 and 3 tokens padded to 10."""
     magi_flex.enable()
     cp_mesh = mesh_of(group)
-    for length in (1, 2, 5, 10, 129):
+    for length in (1, 5, 129) if group.size() == 4 else (2,):
         mask = document_mask(draw_document_lengths(length, 0, ((1, 20, 1),)))
         cp = ContextParallel(cp_mesh, mask)
         assert [len(cp.dispatch.rows(r)) for r in range(group.size())] == [

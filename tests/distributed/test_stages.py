@@ -15,6 +15,7 @@ from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, solve_d
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.lse import merge_lse
 from magi_flex.distributed.mask_forms import to_intervals, to_plan
+from magi_flex.distributed.measure import measure_costs
 from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
 from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
 from magi_flex.distributed.stages import AttentionPlan, StagedAttention
@@ -162,6 +163,16 @@ def check_choice(group: dist.ProcessGroup) -> None:
                 assert counts.area[r, s] == block.sum()
         for backward in (False, True):
             assert choose_pairs(counts, shape, Costs(), backward, 40e9).any() == expected
+
+
+def check_measured(group: dist.ProcessGroup) -> Costs:
+    return measure_costs(Shape(2, 2, 16, 16, 1, 4), torch.float32, group, rows=256, message_bytes=1 << 16)
+
+
+def test_measured_costs_are_the_same_on_every_rank(world: World) -> None:
+    first, second = world.run(check_measured, 2)
+    assert first == second
+    assert min(vars(first).values()) > 0 and first.launch == Costs().launch
 
 
 def test_choice_between_queries_and_keys(world: World) -> None:

@@ -29,6 +29,15 @@ def mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
     return DeviceMesh.from_group(groups if len(shape) > 1 else groups[0], "cpu", made.mesh, mesh_dim_names=names)
 
 
+def fork_context() -> Any:
+    """Processes that start from one in which torch and the package are imported already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch._dynamo", "magi_flex.distributed.context_parallel", "inductor_lowering.install"]
+    )
+    return context
+
+
 def _serve(rank: int, store: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -56,10 +65,7 @@ class World:
     """RANKS processes; :meth:`run` calls a module-level function on the first ``size`` of them."""
 
     def __init__(self) -> None:
-        context = mp.get_context("forkserver")  # torch is imported once, not once a rank
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch._dynamo", "magi_flex.distributed.group_collective"]
-        )
+        context = fork_context()
         self.folder = tempfile.TemporaryDirectory()
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(RANKS)]

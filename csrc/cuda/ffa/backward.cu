@@ -8,6 +8,10 @@
 using Config = ffa::BackwardConfig<DType::FFA_DTYPE, FFA_HEAD_DIM, FFA_ROWS, FFA_WIDE>;
 using OutElement = ffa::SelectType<FFA_WIDE_OUT, float, uint16>::type;
 
+// What the host packs (magi_flex/kernels/ffa_backward.py).
+static_assert(sizeof(ffa::BackwardParams) == 4 * sizeof(ptx::TensorMap) + 256, "248 bytes, padded to 64");
+static_assert(sizeof(ffa::PrepareParams) == 128 && sizeof(ffa::FinishParams) == 184, "layout of the parameters");
+
 extern "C" {
 
 __device__ int ffa_backward_shared_bytes = sizeof(ffa::BackwardShared<Config>);

@@ -1,0 +1,154 @@
+"""Dispatch and exchange planning on one core: time, balance, moved keys, predicted rates.
+
+    python -m benchmarks.bench_dispatch          # or: python -m magi_flex bench dispatch
+
+Writes ``benchmarks/results/dispatch.json``.  ``beside`` has the same work done by the area-only min-heap dispatch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Row, interleave, table, write_results
+from magi_flex.distributed.agreement import mask_checksum
+from magi_flex.distributed.cost_model import Shape
+from magi_flex.distributed.dispatch import (
+    Dispatch,
+    chunk_areas,
+    dispatch_min_heap,
+    even_row_counts,
+    solve_dispatch,
+)
+from magi_flex.distributed.exchange_plan import build_exchange_plan
+from magi_flex.distributed.key_ranges import held_pieces, needed_ranges, overlaps
+from magi_flex.distributed.simulator import Cluster, Simulation
+from magi_flex.distributed.workloads import document_mask, draw_document_lengths
+from magi_flex.intervals import RowIntervals
+
+ROWS_OF_A_RANK = 8192
+SEEDS = 6
+
+
+def min_heap(mask: RowIntervals, ranks: int) -> Dispatch:
+    counts = even_row_counts(mask.q_len, ranks)
+    return dispatch_min_heap(chunk_areas(mask, 512), 512, mask.q_len, counts)
+
+
+def banded(mask: RowIntervals, ranks: int) -> Dispatch:
+    return solve_dispatch([mask], even_row_counts(mask.q_len, ranks))
+
+
+def moved_keys(mask: RowIntervals, dispatch: Dispatch) -> int:
+    pieces = overlaps(needed_ranges(mask, dispatch), torch.arange(dispatch.ranks), held_pieces(dispatch))
+    return int(pieces.rows[pieces.unit != pieces.owner].sum())
+
+
+def bench_solvers() -> list[Row]:
+    rows = []
+    for length, ranks in ((1 << 22, 512), (1 << 24, 4096)):
+        mask = document_mask(draw_document_lengths(length, 0))
+        solvers = {"banded": lambda m=mask, r=ranks: banded(m, r), "min_heap": lambda m=mask, r=ranks: min_heap(m, r)}
+        times = interleave(solvers, repeats=5, warmup=1)
+        rows.append(
+            Row(
+                "dispatch",
+                "banded",
+                "document_causal",
+                length,
+                ms=times["banded"].median_ms,
+                beside={"min_heap": times["min_heap"].median_ms},
+                more={"ranks": ranks, "imbalance": solvers["banded"]().imbalance([mask])},
+            )
+        )
+    return rows
+
+
+def bench_planning() -> list[Row]:
+    """4M tokens on 512 ranks of 64 nodes: all on one rank, and one rank's part where the ranks share the work."""
+    length, ranks, rank = 1 << 22, 512, 17
+    mask = document_mask(draw_document_lengths(length, 0))
+    dispatch, areas = banded(mask, ranks), chunk_areas(mask, 128)[None]
+    needed = needed_ranges(mask, dispatch)
+    counts = even_row_counts(length, ranks)
+
+    def whole() -> None:
+        solved = banded(mask, ranks)
+        build_exchange_plan(mask, solved, solved, rank, needed_ranges(mask, solved), 4, 8)
+
+    def part() -> None:
+        mask_checksum(mask)
+        chunk_areas(mask, 128, 0, length // 128 // ranks)
+        solved = solve_dispatch([mask], counts, 128, area_MC=areas)
+        needed_ranges(mask, solved, [rank])
+        build_exchange_plan(mask, solved, solved, rank, needed, 4, 8)
+
+    times = interleave({"whole": whole, "part": part}, repeats=7, warmup=1)
+    nbytes = build_exchange_plan(mask, dispatch, dispatch, rank, needed, 4, 8).nbytes
+    return [
+        Row("exchange plan", name, "document_causal", length, ms=timing.median_ms, more={"ranks": ranks, **more})
+        for (name, timing), more in zip(times.items(), ({}, {"plan_bytes": nbytes}), strict=True)
+    ]
+
+
+def bench_moved(ranks: int) -> Row:
+    """Medians over draws of documents, 8K tokens a rank; the ratio of the sums is what counts."""
+    length = ROWS_OF_A_RANK * ranks
+    moved: dict[str, list[int]] = {"banded": [], "min_heap": []}
+    imbalance = []
+    for seed in range(SEEDS):
+        mask = document_mask(draw_document_lengths(length, seed))
+        for name, dispatch in (("banded", banded(mask, ranks)), ("min_heap", min_heap(mask, ranks))):
+            moved[name].append(moved_keys(mask, dispatch))
+            if name == "banded":
+                imbalance.append(dispatch.imbalance([mask]))
+    ratios = [a / b for a, b in zip(moved["banded"], moved["min_heap"], strict=True)]
+    more = {
+        "ranks": ranks,
+        "moved_keys_a_row": sum(moved["banded"]) / SEEDS / length,
+        "min_heap_moved_keys_a_row": sum(moved["min_heap"]) / SEEDS / length,
+        "ratio_of_sums": sum(moved["banded"]) / sum(moved["min_heap"]),
+        "median_ratio": statistics.median(ratios),
+        "largest_ratio": max(ratios),
+        "largest_imbalance": max(imbalance),
+    }
+    return Row("moved keys", "banded", "document_causal", length, more=more)
+
+
+def bench_simulated(ranks: int) -> Row:
+    mask = document_mask(draw_document_lengths(ROWS_OF_A_RANK * ranks, 0))
+    ours, *others = Simulation(mask, Cluster(ranks), Shape(64, 8, 128, 128)).run()
+    beside = {p.scheme: p.tflops for p in others if p.tflops is not None}
+    return Row(
+        "simulated attention",
+        "magi_flex",
+        "document_causal",
+        mask.q_len,
+        "64:8",
+        128,
+        "bfloat16",
+        "fwd",
+        ms=1e3 * (ours.seconds or 0),
+        tflops=ours.tflops,
+        beside=beside,
+        more={"ranks": ranks, "predicted": True},
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = bench_solvers() + bench_planning() + [bench_moved(ranks) for ranks in (8, 64)]
+    rows += [bench_simulated(ranks) for ranks in (8, 16, 32, 64)]
+    print(table(rows))
+    for row in rows:
+        print(row.bench, row.S, row.more)
+    print(write_results("dispatch", rows))
+
+
+if __name__ == "__main__":
+    main()

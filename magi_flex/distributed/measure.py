@@ -1,0 +1,90 @@
+"""Measures this machine's figures for the cost model, once: links by all-to-alls, kernels by a square of attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from magi_flex.distributed.agreement import group_device
+from magi_flex.distributed.cost_model import Costs, Shape
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.request import AttentionRequest
+from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_plan import MaskPlan
+
+_REPEATS = 3
+
+
+def measure_costs(
+    shape: Shape,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    rows: int = 4096,
+    message_bytes: int = 1 << 24,
+    costs: Costs | None = None,
+) -> Costs:
+    """Figures for :class:`Costs`, the same on every rank (the slowest rank's).  A collective.
+
+    The all-to-all goes to every rank of the group alike; its rate is taken for both bandwidths, so give the figures of
+    a machine whose links differ by hand where they matter.
+
+    Args:
+        shape, dtype: of the attention that will run.
+        rows: of the square of full attention that is timed.
+        message_bytes: what each rank sends.
+        costs: whose other figures are kept (default: ``Costs()``).
+    """
+    group = dist.group.WORLD if group is None else group
+    device = group_device(group)
+    q, k, v = (
+        torch.randn(shape.batch, heads, rows, dim, dtype=dtype, device=device)
+        for heads, dim in (
+            (shape.q_heads, shape.head_dim),
+            (shape.kv_heads, shape.head_dim),
+            (shape.kv_heads, shape.v_head_dim),
+        )
+    )
+    request = AttentionRequest(q, k, v, MaskPlan(RowIntervals.full(rows, rows, device)), shape.head_dim**-0.5)
+    kernel = route(facts_of(request, True))
+    result = kernel.forward(request)
+    forward = _seconds(lambda: kernel.forward(request), device)
+    backward = _seconds(lambda: kernel.backward(request, result.out, result.lse, result.out, None), device)
+    small, large = (_all_to_all_seconds(size, group, device) for size in (group.size(), message_bytes))
+    slowest = torch.tensor([forward, backward, small, large], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    forward, backward, small, large = slowest.tolist()
+    pairs = rows * rows
+    bandwidth = message_bytes / max(large - small, 1e-9)
+    return replace(
+        costs or Costs(),
+        forward_flops=pairs * shape.pair_flops(False) / forward,
+        backward_flops=pairs * shape.pair_flops(True) / backward,
+        node_bandwidth=bandwidth,
+        network_bandwidth=bandwidth,
+        latency=small,
+    )
+
+
+def _all_to_all_seconds(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    size -= size % group.size()
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    return _seconds(lambda: dist.all_to_all_single(received, sent, group=group), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of a few runs after a first one."""
+    best = float("inf")
+    for _ in range(_REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best
