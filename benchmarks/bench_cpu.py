@@ -66,7 +66,7 @@ def measure(mask: str, length: int, dtype: torch.dtype, backward: bool, threads:
             BACKEND.backward(request, output.out, output.lse, d_out, None)
 
     def sdpa() -> None:
-        out = scaled_dot_product_attention(*leaves, is_causal=True)
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
         if backward:
             torch.autograd.grad(out, leaves, d_out)
 

@@ -21,6 +21,9 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
 
 _IGNORED_OPTIONS = {"layout", "device", "pin_memory"}
+_SAME_VALUE = {"aten::lift_fresh_copy", "aten::lift_fresh", "aten::detach", "aten::alias", "aten::clone"}
+# Which of the two is recorded depends on the dispatcher's state.
+_SAME_OPERATION = {"aten::__and__": "aten::bitwise_and", "aten::__or__": "aten::bitwise_or"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,14 @@ def _expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
     seen: dict[int, int] = {}
 
     def visit(at: int) -> int:
-        if at not in seen:
-            entry = _argument(argument_of[at], used) if at in argument_of else _call(program.steps[at], operand)
-            seen[at] = entries.setdefault(entry, len(entries))
+        if at in seen:
+            return seen[at]
+        step = program.steps[at]
+        if step[0] == "call" and step[1] in _SAME_VALUE:
+            seen[at] = visit(step[3][0]["node"])
+            return seen[at]
+        entry = _argument(argument_of[at], used) if at in argument_of else _operation(step, operand)
+        seen[at] = entries.setdefault(entry, len(entries))
         return seen[at]
 
     def operand(x: Any) -> Any:
@@ -111,10 +119,16 @@ def _argument(number: int, used: list[int]) -> tuple[Any, ...]:
     return ("capture", used.index(number - 4))
 
 
-def _call(step: Any, operand: Any) -> tuple[Any, ...]:
+def _operation(step: Any, operand: Any) -> tuple[Any, ...]:
+    if step[0] == "literal":  # an uncompiled call's graph holds constants, where a compiled one makes them
+        _, value, dtype = step
+        return ("aten::full", "default", ((), operand(value)), (("dtype", (("dtype", dtype),)),))
+    if step[0] != "call":
+        return tuple(operand(x) for x in step)
     _, name, overload, args, kwargs = step
     options = tuple((k, operand(v)) for k, v in sorted(kwargs.items()) if k not in _IGNORED_OPTIONS)
     operands = operand(args)
+    name, overload = _SAME_OPERATION.get(name, name), overload or "default"
     if name == "aten::floor_divide":  # compiled graphs have the decomposed form of these two
         name, overload, options = "aten::div", "Tensor_mode", (("rounding_mode", "floor"),)
     elif name == "aten::clamp" and len(operands) == 2:

@@ -26,7 +26,14 @@ from inductor_lowering.torch_compat import (
     MAX_SCORE,
     HopCall,
 )
-from inductor_lowering.translate import Stock, backend_choice, mask_spec, refuse_stock_for_sharded, score_spec
+from inductor_lowering.translate import (
+    Stock,
+    backend_choice,
+    leave_to_faster_stock,
+    mask_spec,
+    refuse_stock_for_sharded,
+    score_spec,
+)
 from magi_flex.kernels.layout import dense_order
 from magi_flex.op_specs import MaskSpec
 
@@ -76,12 +83,16 @@ class _Rewriter:
         self.sizes: dict[Any, Node] = {}
 
     def rewrite(self, calls: list[Node]) -> None:
-        lse_nodes = [HopCall.of_node(node).lse for node in calls if node.target is BACKWARD_HOP]
-        trained = {lse.args[0] for lse in lse_nodes if _is_getitem(lse)}
+        backward_of = {}
+        for node in calls:
+            if node.target is BACKWARD_HOP and _is_getitem(lse := HopCall.of_node(node).lse):
+                backward_of[lse.args[0]] = node
+        score_grads = {node: any(_captured_gradients(node).values()) for node in backward_of.values()}
         for node in calls:
             try:
                 if node.target is FORWARD_HOP:
-                    self._forward(node, node in trained)
+                    backward = backward_of.get(node)
+                    self._forward(node, backward is not None, score_grads.get(backward, False))
                 else:
                     self._backward(node)
             except Stock as reason:
@@ -91,10 +102,11 @@ class _Rewriter:
         call = HopCall.of_node(node)
         refuse_stock_for_sharded(call, reason)
         device = call.q.meta["val"].device
-        if node.target is BACKWARD_HOP and device.type == "cpu":
+        wanted = "a backward pass" if node.target is BACKWARD_HOP else "the largest scores"
+        if device.type == "cpu" and (node.target is BACKWARD_HOP or call.kernel_options.get("OUTPUT_MAX")):
             raise RuntimeError(
-                f"flex_attention cannot be trained on a CPU this way: PyTorch itself has no backward there, and "
-                f"magi_flex cannot take this call ({reason})"
+                f"flex_attention: {wanted} on a CPU is more than PyTorch itself can compile, and magi_flex cannot take "
+                f"this call ({reason})"
             )
         logger.log(logging.INFO if reason.chosen else logging.WARNING, "%s is left to PyTorch: %s", node.target, reason)
         position = 6 if node.target is FORWARD_HOP else 11
@@ -103,11 +115,12 @@ class _Rewriter:
 
     # ---- the two ops --------------------------------------------------------------------------------------------
 
-    def _forward(self, node: Node, needs_backward: bool) -> None:
+    def _forward(self, node: Node, needs_backward: bool, score_grads: bool) -> None:
         call = HopCall.of_node(node)
         backend = backend_choice(call.kernel_options, self.backend)
         mask, mask_tensors, mask_ints = mask_spec(call, self._submodule(call.block_mask.mask_mod))
         score, score_tensors, score_ints = score_spec(call, self._submodule(call.score_mod), None, ())
+        leave_to_faster_stock(call, mask, score, backend, needs_backward, score_grads)
         out, lse, max_score = node.meta["val"]
         wide = magi_flex.ops.stats_dtype(out.dtype)
         with self.graph.inserting_before(node):
@@ -149,6 +162,7 @@ class _Rewriter:
         score, score_tensors, score_ints = score_spec(
             call, self._submodule(call.score_mod), self._submodule(call.joint_graph), needs_grad
         )
+        leave_to_faster_stock(call, mask, score, backend, True, any(needs_grad))
         dq, dk, dv, captured = node.meta["val"]
         with self.graph.inserting_before(node):
             plan = self._plan(node, call, mask, mask_tensors, mask_ints)

@@ -16,8 +16,10 @@ from inductor_lowering.score_analysis import recognise
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
-from magi_flex.kernels.route import check_choice
-from magi_flex.op_specs import MaskSpec, ScoreSpec, is_shard_handle, split_captures
+from magi_flex.kernels.request import RequestFacts
+from magi_flex.kernels.route import AUTO, check_choice, stock_is_faster
+from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
+from magi_flex.score_steps import step_types
 
 STOCK = "stock"
 WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
@@ -52,13 +54,13 @@ def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
 
 def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any], list[Any]]:
     """(spec, tensors, ints) of the call's mask, as MaskSpec describes them."""
-    handle = sharded_handle(call)
-    if handle is not None:
-        return MaskSpec(None, "t", sharded=True), [handle], []
     try:
         program = FxProgram.from_graph(mask_mod)
     except UnsupportedProgram as error:
         raise Stock(f"mask_mod: {error}") from error
+    handle = sharded_handle(call)
+    if handle is not None and str(SHARD_HANDLE_MAGIC) in program.to_json():
+        return MaskSpec(None, "t", sharded=True), [handle], []
     args = call.block_mask
     lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
     if lists and args.full_kv_num_blocks is not None:
@@ -95,6 +97,38 @@ def score_spec(
     recipe = recognise(forward, order)
     steps = None if recipe is None else json.dumps(recipe)
     return ScoreSpec(forward.to_json(), backward, order, needs_grad, steps), tensors, ints
+
+
+def leave_to_faster_stock(
+    call: HopCall, mask: MaskSpec, score: ScoreSpec, backend: str, needs_backward: bool, score_grads: bool
+) -> None:
+    """Raises Stock where PyTorch compiles a faster kernel than any of ours that serves the call.
+
+    Looks at nothing that forward and backward of one call could see differently, so that both go the same way.
+    """
+    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
+    if backend != AUTO or mask.sharded or not all(isinstance(x.shape[3], int) for x in (q, v)):
+        return
+    steps: tuple[type, ...] | None = ()
+    if score.forward is not None:
+        steps = None if score.recipe is None else step_types(json.loads(score.recipe))
+    facts = RequestFacts(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        q_heads=None,
+        kv_heads=None,
+        score_steps=steps,
+        score_grads=score_grads,
+        needs_backward=needs_backward,
+        has_bit_tiles=False,  # known only when the plan is made
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        mixed_dtypes=not q.dtype == k.dtype == v.dtype,
+    )
+    reason = stock_is_faster(facts)
+    if reason is not None:
+        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
 
 
 def _is_always_true(program: FxProgram) -> bool:

@@ -12,7 +12,7 @@ from inductor_lowering.capture import MaskMod, trace_mask_mod
 from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from magi_flex import tile_map
 from magi_flex.kernels.request import RequestFacts
-from magi_flex.kernels.route import explain_route
+from magi_flex.kernels.route import explain_route, stock_is_faster
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TileCounts, count_tiles
 
@@ -45,7 +45,9 @@ class Explanation:
 
     @property
     def backend(self) -> str | None:
-        """The backend that ``auto`` takes, or None where only stock lowering is left."""
+        """The backend that ``auto`` takes in a compiled call, or None where that is stock lowering."""
+        if stock_is_faster(self.facts) is not None:
+            return None
         return next((name for name, reasons in self.routes if not reasons), None)
 
     def plot(self, target: Any = None, batch: int = 0, head: int = 0) -> Any:

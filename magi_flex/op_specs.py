@@ -40,6 +40,7 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
 
 
 SHARD_HANDLE_SHAPE = (1, 1, 4)
+SHARD_HANDLE_MAGIC = 0x6D6167695F6370  # a handle's first number, with which its mask_mod compares it
 
 
 def is_shard_handle(capture: object) -> bool:

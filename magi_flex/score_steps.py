@@ -27,6 +27,21 @@ BATCH, HEAD, QUERY, KEY = 1, 2, 3, 4
 _TABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_STEP_TYPES: dict[str, type[ScoreStep]] = {
+    "multiply": Multiply,
+    "softcap": Softcap,
+    "constant": Bias,
+    "distance": Distance,
+    "table": Bias,
+    "read": Bias,
+}
+
+
+def step_types(recipe: Sequence[Recipe]) -> tuple[type[ScoreStep], ...]:
+    """Which kinds of steps the recipe becomes."""
+    return tuple(_STEP_TYPES[step[0]] for step in recipe)
+
+
 class _OutOfRange(Exception):
     """A table would, or might, be read outside of its bounds for a pair that is masked; steps cannot leave it out."""
 

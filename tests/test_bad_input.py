@@ -13,6 +13,7 @@ import torch.nn.attention.flex_attention as stock
 from torch import Tensor
 
 import magi_flex
+from tests.cases.reference import dense_attention
 from tests.compiling import attend, qkv
 
 
@@ -87,6 +88,26 @@ def test_compiled_errors(name: str) -> None:
     call, message = CALLS[name]
     with pytest.raises(Exception, match=f"(?s){message}"):
         call(torch.compile(attend, fullgraph=True))
+
+
+def test_what_stock_cannot_compile_is_said() -> None:
+    options = {"kernel_options": {"magi_backend": "stock"}}
+    function = torch.compile(attend, fullgraph=True)
+    with pytest.raises(Exception, match="a backward pass on a CPU is more than PyTorch itself can compile"):
+        function(*pieces(), **options)
+    with pytest.raises(Exception, match="the largest scores on a CPU is more than PyTorch itself can compile"):
+        function(*qkv(q_len=20, grad=False), return_aux=stock.AuxRequest(max_scores=True), **options)
+
+
+def test_a_capture_that_looks_like_a_handle() -> None:
+    """int64 [1, 1, 4], the shape of the handle by which sharded sequences are known."""
+    blocks = torch.tensor([[[1, 0, 1, 1]]])
+    inputs = pieces()
+    selected = magi_flex.plan(lambda b, h, q, k: blocks[0, 0, k // 5] == 1, 20, 20).to_dense()
+    block_mask = whole(lambda b, h, q, k: blocks[0, 0, k // 5] == 1)
+    torch.testing.assert_close(
+        attend(*inputs, None, block_mask).double(), dense_attention(*inputs, selected).out, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("function", [attend, torch.compile(attend, fullgraph=True)], ids=["eager", "compiled"])

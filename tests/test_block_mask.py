@@ -15,6 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as stock
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+import magi_flex
+from inductor_lowering import to_intervals
 from inductor_lowering.canonical import find_canonical
 from inductor_lowering.capture import trace_mask_mod
 from inductor_lowering.to_intervals import plan_from_block_mask, plan_from_lists, plan_with_report
@@ -141,6 +143,22 @@ def test_canonical_mask_is_recognised_and_costs_nothing(name: str) -> None:
     assert torch.equal(found.to_dense(), case.dense())
     assert plan(mask, B=case.batch, H=case.heads).starts.data_ptr() == mask.mask_mod.starts.data_ptr()
     assert find_canonical(*trace_mask_mod(case.mask_mod)) is None
+
+
+@pytest.mark.parametrize("name", ["causal", "dense_table"])
+def test_canonical_mask_of_an_uncompiled_call_is_its_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of an uncompiled call holds the mask_mod's constants as literals, detached copies of a tensor."""
+    case = make_mask(name, 300)
+    mask = create_block_mask(case.mask_mod, 1, 1, 300, 300, "cpu")
+    q = torch.randn(1, 1, 300, 16)
+    found = []
+    spied = to_intervals.find_canonical
+    monkeypatch.setattr(to_intervals, "find_canonical", lambda *args: found.append(spied(*args)) or found[-1])
+    with magi_flex.enable():
+        out = stock.flex_attention(q, q, q, block_mask=mask)
+    assert len(found) == 1 and found[0] is not None
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=case.dense())
+    torch.testing.assert_close(out, want)
 
 
 def test_what_only_looks_like_a_canonical_mask_is_not() -> None:

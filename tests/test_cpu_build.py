@@ -24,7 +24,9 @@ from tests.cases.masks import make_mask
 from tests.test_cpu_kernel import SCORE_CASES, causal_mask, check, random_inputs
 
 needs_compiler = pytest.mark.skipif(jit.find_compiler() is None, reason="no C++ compiler")
-x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 instruction sets")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+NO_F16C = ("-mno-f16c",) if IS_X86 else ()  # so that float16 is converted in plain C++
+x86 = pytest.mark.skipif(not IS_X86, reason="x86 instruction sets")
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_other_instruction_sets_compile(options: tuple[str, ...], tmp_path: Path
 
 @pytest.fixture(
     scope="module",
-    params=[("-DMAGI_LANES=16", "-DMAGI_EMULATE_AMX"), ("-DMAGI_LANES=4",)],
+    params=[("-DMAGI_LANES=16", "-DMAGI_EMULATE_AMX"), ("-DMAGI_LANES=4", *NO_F16C)],
     ids=["16-lanes-and-amx", "4-lanes"],
 )
 def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
@@ -130,7 +132,7 @@ def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return ctypes.CDLL(str(path))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("name", "dim", "v_dim"),
     [("causal", 64, 64), ("sink_and_window", 40, 24), ("document_causal", 16, 33), ("dense_table", 7, 16)],

@@ -181,6 +181,21 @@ def test_chained_index() -> None:
     )
 
 
+def test_gradients_are_those_of_the_joint_graph() -> None:
+    """A straight-through estimator: rounding counts forward, but not backward."""
+    q, k, v = qkv(q_len=20)
+
+    def rounded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + (torch.round(score) - score).detach()
+
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 4
+    right = rounded(scores, *[None] * 4).softmax(-1) @ v.repeat_interleave(2, 1)
+    expected = torch.autograd.grad(right.square().sum(), (q, k, v))
+    out = attend(q, k, v, rounded)
+    torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_table_that_covers_only_attended_pairs() -> None:
     """Out of bounds at masked pairs: no native steps, but the right result and gradient."""
     table = torch.randn(4, 600, requires_grad=True)

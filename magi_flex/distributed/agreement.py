@@ -38,7 +38,8 @@ def tensor_checksum(x: Tensor) -> int:
     arithmetic modulo 2^64, so the same on every device.
     """
     flat = x.contiguous().view(-1)
-    flat = torch.nn.functional.pad(flat, (0, -len(flat) % (2 * WORDS)))
+    missing = -len(flat) % (2 * WORDS)
+    flat = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
     words = flat.view(torch.int64).view(-1, WORDS)
     rows, columns = words.sum(1), words.sum(0)
     total = (rows * _weights(len(rows), x.device)).sum() ^ ((columns * _weights(WORDS, x.device)).sum() >> 1)

@@ -27,10 +27,10 @@ from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_count
 from magi_flex.distributed.stages import AttentionPlan
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
-from magi_flex.op_specs import SHARD_HANDLE_SHAPE
+from magi_flex.op_specs import SHARD_HANDLE_MAGIC, SHARD_HANDLE_SHAPE
 
 RANKS_OF_A_NODE = 8  # where ranks_per_node does not say
-MAGIC = 0x6D6167695F6370  # a handle holds this, its key, the batch offset and the head offset
+MAGIC = SHARD_HANDLE_MAGIC  # a handle holds this, its key, the batch offset and the head offset
 
 
 @dataclass(frozen=True)

@@ -248,11 +248,14 @@ def dispatch_banded(area_C: Tensor, chunk_size: int, length: int, row_counts: Se
 
 def _cut_queue(first_row_C: Tensor, rows_before: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(rank, begin, end) of the pieces of a queue of chunks that is cut at ``cuts`` (rows of the queue, one a rank)."""
-    edges = torch.unique(torch.cat((rows_before, cuts)))
+    joins = torch.zeros(len(first_row_C), dtype=torch.bool)  # chunks that follow the one before: few runs are left
+    joins[1:] = first_row_C[1:] == first_row_C[:-1] + rows_before.diff()[:-1]
+    first_row, run_begin = first_row_C[~joins], rows_before[:-1][~joins]
+    edges = torch.unique(torch.cat((run_begin, rows_before[-1:], cuts)))
     begin, end = edges[:-1], edges[1:]
-    chunk = torch.searchsorted(rows_before, begin, right=True) - 1
+    run = torch.searchsorted(run_begin, begin, right=True) - 1
     rank = torch.searchsorted(cuts, begin, right=True) - 1
-    shift = (first_row_C - rows_before[:-1])[chunk]
+    shift = (first_row - run_begin)[run]
     return rank, begin + shift, end + shift
 
 

@@ -147,8 +147,9 @@ class _Call:
         score = request.score
         steps = list(score.steps or ())
         scale = request.scale
-        while steps and isinstance(steps[0], Multiply):  # a factor at the front is a different scale
-            scale *= steps.pop(0).factor
+        while steps and isinstance(first := steps[0], Multiply):  # a factor at the front is a different scale
+            scale *= first.factor
+            del steps[0]
         self.args.scale = scale
         array = (_ScoreStep * len(steps))(*(self._step(step) for step in steps))
         self.keep.append(array)
@@ -319,6 +320,7 @@ class CpuBackend(Backend):
         call.args.lse = call.pointer(lse.to(torch.float32).contiguous())
         if d_lse is not None:
             call.args.d_lse = call.pointer(d_lse.to(torch.float32).contiguous())
+        dq, dk, dv = grads
         call.args.dq, call.args.dk, call.args.dv = (call.tensor4(x) for x in grads)
         call.run("magi_attention_backward")
-        return AttentionGradients(*grads, captures=(None,) * len(request.score.captures))
+        return AttentionGradients(dq, dk, dv, captures=(None,) * len(request.score.captures))

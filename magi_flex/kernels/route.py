@@ -19,6 +19,8 @@ BACKENDS: tuple[tuple[str, str, str], ...] = (
     ("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )
 AUTO = "auto"
+SLOW = "tiled"  # serves everything, and is the last of ours for that
+_STOCK_LEAST_HEAD_DIM = 16
 
 
 def backend_names() -> list[str]:
@@ -56,6 +58,22 @@ def explain_route(facts: RequestFacts) -> list[tuple[str, list[str]]]:
         missing = backend.missing(facts.device)
         table.append((name, [missing] if missing else backend.objections(facts)))
     return table
+
+
+def stock_is_faster(facts: RequestFacts) -> str | None:
+    """Why a compiled call that chose no backend is better left to PyTorch's own kernels, or None.
+
+    On a GPU these are Triton kernels, which beat ``tiled`` by far where they serve the request.
+    """
+    if facts.device.type == "cpu" or facts.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    if min(facts.head_dim, facts.v_head_dim) < _STOCK_LEAST_HEAD_DIM or facts.mixed_dtypes:
+        return None
+    table = dict(explain_route(facts))
+    del table[SLOW]
+    if any(not reasons for reasons in table.values()):
+        return None
+    return "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in table.items())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,10 +30,10 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(&shared.step_full[i], 1);
             ptx::mbarrier_init(&shared.q_full[i], 1);
-            ptx::mbarrier_init(&shared.q_empty[i], kConsumerWarps + kMaskerWarps);
+            ptx::mbarrier_init(&shared.q_empty[i], kConsumerWarps + 1);
             ptx::mbarrier_init(&shared.d_out_full[i], 1);
             ptx::mbarrier_init(&shared.d_out_empty[i], kConsumerWarps);
-            ptx::mbarrier_init(&shared.mask_full[i], kMaskerWarps);
+            ptx::mbarrier_init(&shared.mask_full[i], 1);
         }
         ptx::mbarrier_init_fence();
     }
@@ -45,9 +45,9 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
         if (warp == 0) {
             if (ptx::elect_one()) Planner<C>{params, shared}.run();
         } else if (warp == 1) {
+            Masker<C>{params, shared}.run();
+        } else if (warp == 2) {
             if (ptx::elect_one()) RowLoader<C>{params, shared}.run();
-        } else {
-            Masker<C>{params, shared, static_cast<int>(threadIdx.x) - 64}.run();
         }
     } else {
         ptx::register_increase<kConsumerRegisters>();

@@ -141,32 +141,36 @@ template <class C> struct RowLoader {
     }
 };
 
-// Turns the row intervals of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query row i.  Two
-// warps share the rows, one row a lane at a time.
+// Turns the row intervals of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query row i.
 template <class C> struct Masker {
     const BackwardParams& params;
     BackwardShared<C>& shared;
-    const int first_row;  // of this lane
 
-    FFA_DEVICE void write_row(const Step& step, uint32 (&mask)[kKeyWords][C::kRows], int row) const {
-        uint32 words[kKeyWords] = {};
-        const int query = step.row + row;
-        if (query >= step.run_begin && query < step.run_end) {
-            const int key_begin = step.key_begin, key_count = step.key_end - key_begin;
-            uint32 index = mask_head_of(params, step.batch, step.head) * params.mask.intervals * params.q_len + query;
+    // One bit for each of 32 keys from `key_begin` on; those from `key_end` on do not count.
+    FFA_DEVICE uint32 interval_bits(uint32 first_interval, int key_begin, int key_end) const {
+        uint32 bits = 0;
 #pragma unroll 1
-            for (int r = 0; r < params.mask.intervals; ++r, index += params.q_len) {
-                const int begin = __ldg(params.mask.starts + index) - key_begin;
-                const int end = min(__ldg(params.mask.ends + index) - key_begin, key_count);
-#pragma unroll
-                for (int w = 0; w < kKeyWords; ++w) {
-                    const int first = max(begin - 32 * w, 0);
-                    words[w] |= ptx::bit_mask(first, max(end - 32 * w - first, 0));
-                }
+        for (int r = 0; r < params.mask.intervals; ++r) {
+            const uint32 index = first_interval + r * params.q_len;
+            const int begin = max(__ldg(params.mask.starts + index) - key_begin, 0);
+            const int end = min(__ldg(params.mask.ends + index), key_end) - key_begin;
+            bits |= ptx::bit_mask(begin, max(end - begin, 0));
+        }
+        return bits;
+    }
+
+    FFA_DEVICE void write_bits(const Step& step, uint32 (&mask)[kKeyWords][C::kRows]) const {
+        const uint32 plane = mask_head_of(params, step.batch, step.head) * params.mask.intervals * params.q_len;
+#pragma unroll 1
+        for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
+            const int query = step.row + row;
+            const bool inside = query >= step.run_begin && query < step.run_end;
+#pragma unroll 1
+            for (int word = 0; word < kKeyWords; ++word) {
+                mask[word][row] = inside ? interval_bits(plane + query, step.key_begin + 32 * word, step.key_end) : 0;
             }
         }
-#pragma unroll
-        for (int w = 0; w < kKeyWords; ++w) mask[w][row] = words[w];
+        __syncwarp();
     }
 
     FFA_DEVICE void run() const {
@@ -176,11 +180,7 @@ template <class C> struct Masker {
             ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
             const Step& step = shared.step[stage];
             if (step.row_group < 0) return;
-            if (step.masked) {
-#pragma unroll 1
-                for (int row = first_row; row < C::kRows; row += 64) write_row(step, shared.mask[stage], row);
-                __syncwarp();
-            }
+            if (step.masked) write_bits(step, shared.mask[stage]);
             if (ptx::lane_index() == 0) {
                 ptx::mbarrier_arrive(&shared.mask_full[stage]);
                 ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]

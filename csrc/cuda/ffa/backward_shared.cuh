@@ -11,7 +11,6 @@ constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
 constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
 constexpr int kPanelBytes = 128;   // of one row
 constexpr int kConsumers = 256, kConsumerWarps = kConsumers / 32;
-constexpr int kMaskerWarps = 2;
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kThreads = 128 + kConsumers;
 constexpr int kDsBarrier = 1;  // named barrier of the consumers
