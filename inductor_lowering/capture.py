@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
 
     def number(self, value: int) -> _Symbol:
         """A constant of the program, in the form that compiled graphs have it."""
-        options = {"dtype": torch.int64, "device": self.device}
+        options: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         node = self.graph.call_function(torch.ops.aten.full.default, ([], value), options)
         return _Symbol(torch.empty((), dtype=torch.int64), node, self.device)
 

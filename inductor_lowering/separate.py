@@ -244,7 +244,7 @@ class _Separator:
             found = self._find_cases(x.step, step)
             if len(found) > MAX_CASES:
                 raise NotSeparable(f"{step.name}: more than {MAX_CASES} cases")
-            if step.dtype != torch.bool:
+            if step.dtype is not None and step.dtype != torch.bool:
                 info = torch.iinfo(step.dtype)
                 for _, total in found:
                     low, high = total.bounds()

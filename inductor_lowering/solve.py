@@ -76,11 +76,10 @@ class Solver:
                 domain = self._inside(part, domain, first_row)
             return domain
         if isinstance(formula, Or):
-            parts = [self._inside(part, domain, first_row) for part in formula.parts]
-            out = parts[0]
-            for part in parts[1:]:
-                out = _checked(out.union(part))
-            return out
+            either = self._inside(formula.parts[0], domain, first_row)
+            for part in formula.parts[1:]:
+                either = _checked(either.union(self._inside(part, domain, first_row)))
+            return either
         if isinstance(formula, Opaque):
             return self._grid(formula, domain, first_row)
         raise TypeError(f"formula: {type(formula).__name__} cannot be solved")

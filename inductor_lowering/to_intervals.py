@@ -120,7 +120,7 @@ def block_mask_plan_with_report(
     kv_len = block_mask.seq_lengths[1] if kv_len is None else kv_len
     partial = BlockRows.from_lists(lists, block_mask.kv_indices, (q_block, kv_block), q_len, kv_len)
     full = None
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = BlockRows.from_lists(
             block_mask.full_kv_num_blocks, block_mask.full_kv_indices, (q_block, kv_block), q_len, kv_len
         )
@@ -141,7 +141,9 @@ def plan_from_lists(
     """The plan of block lists, with ``mask_plan`` deciding inside the partial blocks (None: every pair attends)."""
     partial = BlockRows.from_lists(kv_num_blocks, kv_indices, block_size, q_len, kv_len)
     full = None
-    if full_kv_num_blocks is not None:
+    if (full_kv_num_blocks is None) != (full_kv_indices is None):
+        raise ValueError("full_kv_num_blocks, full_kv_indices: one was given without the other; give both or neither")
+    if full_kv_num_blocks is not None and full_kv_indices is not None:
         full = BlockRows.from_lists(full_kv_num_blocks, full_kv_indices, block_size, q_len, kv_len)
     if mask_plan is not None and (mask_plan.q_len, mask_plan.kv_len) != (q_len, kv_len):
         raise ValueError(

@@ -109,9 +109,13 @@ def block_mask_from_plan(
     full_BHNM = area_BHNM == q_block * kv_block  # as in stock masks, a block that crosses a length is partial
     if not separate_full_blocks:
         full_BHNM = torch.zeros_like(full_BHNM)
+    count_BHN, order_BHNM = _ordered((area_BHNM > 0) & ~full_BHNM)
+    full_count_BHN, full_order_BHNM = _ordered(full_BHNM) if separate_full_blocks else (None, None)
     return BlockMask.from_kv_blocks(
-        *_ordered((area_BHNM > 0) & ~full_BHNM),
-        *(_ordered(full_BHNM) if separate_full_blocks else (None, None)),
+        count_BHN,
+        order_BHNM,
+        full_count_BHN,
+        full_order_BHNM,
         BLOCK_SIZE=(q_block, kv_block),
         mask_mod=CanonicalMaskMod.from_plan(mask_plan),
         seq_lengths=(mask_plan.q_len, mask_plan.kv_len),

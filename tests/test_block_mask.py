@@ -305,6 +305,8 @@ def test_sizes_that_do_not_fit() -> None:
         plan(mask, q_len=300)
     with pytest.raises(ValueError, match="a mask_mod has no lengths of its own"):
         plan(causal, q_len=5)
+    with pytest.raises(ValueError, match="one was given without the other"):
+        plan_from_lists(mask.kv_num_blocks, mask.kv_indices, mask.kv_num_blocks, None, (128, 128), 256, 256)
     with pytest.raises(ValueError, match="kv_num_blocks: is"):
         plan_from_lists(mask.kv_num_blocks[0], mask.kv_indices, None, None, (128, 128), 256, 256)
     with pytest.raises(ValueError, match="B: is 0"):
