@@ -146,6 +146,8 @@ COMPOSITIONS: dict[str, Any] = {
     "two axes apart": lambda s, b, h, q, k: s + (GATES[b, q] - GATES[b, k]) * 0.5,
     "negative index": lambda s, b, h, q, k: s + TABLE[h, q - k],
     "minus the score": lambda s, b, h, q, k: 1 - s,
+    "score taken away thrice": lambda s, b, h, q, k: torch.rsub(torch.rsub(s, 1.0, alpha=3), SLOPES[h], alpha=2),
+    "multiples added": lambda s, b, h, q, k: torch.sub(torch.add(s, SLOPES[h], alpha=3), TABLE[h, q], alpha=2),
     "captured scalar added": lambda s, b, h, q, k: s + SLOPES.sum(),
 }
 
