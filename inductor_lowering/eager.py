@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._decomp import get_decompositions
+from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_lowering.tile_program import SCORE_SCALARS
+from inductor_lowering.tile_program import JOINT_SCALARS, SCORE_SCALARS
 from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
 from inductor_lowering.translate import Stock, backend_choice, mask_spec, refuse_stock_for_sharded, score_spec
 from magi_flex import ops, plan_memo
@@ -34,6 +36,17 @@ _stock_forward = FORWARD_HOP.py_kernels[_KEY]
 _stock_backward = BACKWARD_HOP.py_kernels[_KEY]
 _backend = AUTO
 MASK_SCALARS = 4  # b, h, q, k
+
+# Functions of single elements that are one op in an eager graph and that no tag says are elementwise.
+_aten = torch.ops.aten
+_DECOMPOSITIONS: dict[Any, Any] = get_decompositions(
+    [
+        *(_aten.log_sigmoid_forward, _aten.hardswish, _aten._prelu_kernel),
+        *(_aten.log_sigmoid_backward, _aten.hardswish_backward, _aten._prelu_kernel_backward, _aten.mish_backward),
+        *(_aten.softplus_backward, _aten.hardtanh_backward, _aten.leaky_relu_backward, _aten.elu_backward),
+        _aten.hardsigmoid_backward,
+    ]
+)
 
 
 def install(backend: str | None) -> None:
@@ -73,7 +86,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
     try:
         backend = backend_choice(call.kernel_options, _backend)
         mask, *mask_inputs = mask_spec(call, _mask_graph(call))
-        score, *score_inputs = score_spec(call, _score_graph(call), call.joint_graph, needs_grad)
+        score, *score_inputs = score_spec(call, _score_graph(call), _joint_graph(call), needs_grad)
     except Stock as reason:
         return _leave(_stock_backward, call, args, reason)
     given = (call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse)
@@ -124,8 +137,20 @@ def _score_graph(call: HopCall) -> GraphModule:
     return _aten_graph(call.score_mod, SCORE_SCALARS, call.score_captures, call.q)
 
 
-def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor) -> GraphModule:
-    """The mod's graph in aten ops; the graph that Dynamo captured is traced once for each kind of captures."""
+def _joint_graph(call: HopCall) -> GraphModule:
+    """The joint graph without what only autograd's formulas hold: in-place ops (clamp, maximum) and fused ops."""
+    joint = call.joint_graph
+    ops = [node.target for node in joint.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    if not any(op._schema.is_mutable or op in _DECOMPOSITIONS for op in ops):
+        return joint
+    return _aten_graph(joint, JOINT_SCALARS, call.score_captures, call.q, functionalize(joint))
+
+
+def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor, function: Any = None) -> GraphModule:
+    """The mod's graph in aten ops; the graph that Dynamo captured is traced once for each kind of captures.
+
+    ``function``: what to trace in place of ``mod`` itself.
+    """
     if not isinstance(mod, GraphModule):
         raise Stock("the mod is called directly, for debugging", chosen=True)
     kinds = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in captures)
@@ -133,9 +158,12 @@ def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor) -> G
     key = (scalars, q.dtype, q.device, kinds)
     if key not in known:
         example = [torch.zeros((), dtype=torch.int32, device=q.device) for _ in range(scalars)]
-        if scalars == SCORE_SCALARS:
+        if scalars != MASK_SCALARS:
             example[0] = q.new_zeros(())
+        if scalars == JOINT_SCALARS:
+            example[-1] = q.new_zeros(())
         detached = [x.detach() if isinstance(x, Tensor) else x for x in captures]
         with torch.no_grad(), item_access_as_index():
-            known[key] = make_fx(mod, tracing_mode="fake", _allow_non_fake_inputs=True)(*example, *detached)
+            trace = make_fx(function or mod, _DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True)
+            known[key] = trace(*example, *detached)
     return known[key]

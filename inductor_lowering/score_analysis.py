@@ -131,8 +131,13 @@ class _Analysis:
             dtype = kwargs.get("dtype") if name == "aten::_to_copy" else args[1]
             return self._convert(number, self._operand(args[0]), dtype)
         operands = [self._operand(x) for x in args]
-        if name in ("aten::add", "aten::sub") and "alpha" in kwargs:
-            operands[1] = self._scaled(number, operands[1], float(kwargs["alpha"]))
+        if name in ("aten::add", "aten::sub", "aten::rsub"):  # the scalar overloads take alpha by position
+            *operands, alpha = operands if len(operands) == 3 else [*operands, self._operand(kwargs.get("alpha", 1))]
+            scaled = 0 if name == "aten::rsub" else 1
+            if alpha.number is None:
+                raise _Unrecognised
+            if alpha.number != 1:
+                operands[scaled] = self._scaled(number, operands[scaled], alpha.number)
         elif any(isinstance(x, dict) and "node" in x for x in kwargs.values()) or "rounding_mode" in kwargs:
             name = "other"
         return self._combine(number, name, operands)

@@ -21,6 +21,7 @@ JOINT_SCALARS = 6  # and the gradient of the result
 
 _ELEMENTWISE_WITHOUT_TAG = {
     "aten::floor_divide",
+    "aten::rsub",
     "aten::_to_copy",
     "aten::alias",
     "aten::lift_fresh_copy",

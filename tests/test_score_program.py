@@ -10,6 +10,7 @@ import torch
 import torch.nn.attention.flex_attention as stock
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 import magi_flex
 from inductor_lowering.score_analysis import recognise
@@ -146,6 +147,8 @@ COMPOSITIONS: dict[str, Any] = {
     "two axes apart": lambda s, b, h, q, k: s + (GATES[b, q] - GATES[b, k]) * 0.5,
     "negative index": lambda s, b, h, q, k: s + TABLE[h, q - k],
     "minus the score": lambda s, b, h, q, k: 1 - s,
+    "score taken away thrice": lambda s, b, h, q, k: torch.rsub(torch.rsub(s, 1.0, alpha=3), SLOPES[h], alpha=2),
+    "multiples added": lambda s, b, h, q, k: torch.sub(torch.add(s, SLOPES[h], alpha=3), TABLE[h, q], alpha=2),
     "captured scalar added": lambda s, b, h, q, k: s + SLOPES.sum(),
 }
 
@@ -161,6 +164,24 @@ def test_compositions(name: str) -> None:
     near = dense_attention(*inputs, None, score_mod, dtype=torch.float32).out
     native = attend(*inputs, score_mod, kernel_options={"magi_backend": CPU}) if CPU else exact
     assert_within_factor(native, near, exact, floor=2e-6)
+
+
+@pytest.mark.parametrize("function", [attend, torch.compile(attend, fullgraph=True)], ids=["eager", "compiled"])
+def test_gradient_formulas_in_place_and_fused(function: Any) -> None:
+    """Autograd's formulas of clamp and maximum write in place, no side effect of the mod; others are one op."""
+    table = torch.randn(4, 33, requires_grad=True)
+    exact = table.detach().double().requires_grad_()
+
+    def bind(table: Tensor) -> Any:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            clipped = torch.maximum(s.clamp(-0.5, 0.5) * 3, table[h, q].clamp(min=-1))
+            gates = functional.leaky_relu(s) * functional.logsigmoid(table[h, k]) + functional.hardtanh(s * 2)
+            return functional.softplus(clipped) + gates + functional.elu(s)
+
+        return score_mod
+
+    lengths = {"q_len": 33, "kv_len": 20}
+    check_training(function, qkv(**lengths), None, None, bind(table), bind(exact), [table], [exact], floor=2e-6)
 
 
 def test_chained_index() -> None:

@@ -59,8 +59,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.move not in ("auto", "keys"):
             raise ValueError(f'move: got {self.move!r}, allowed are "auto" and "keys"')
-        if self.prefetch < 1:
-            raise ValueError(f"prefetch: got {self.prefetch}, allowed are 1 and more")
+        for name in ("prefetch", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed are 1 and more")
         for name in ("forward_stages", "backward_stages"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -65,6 +65,13 @@ def localize_handle(
 ) -> Tensor:
     """A handle of the same mask that knows which batch entries and heads (of so many) this rank holds."""
     mask, _, _ = context_mask.find(handle)
+    mask_batch, mask_heads = mask.mask.starts.shape[:2]
+    if mask_batch not in (1, batch) or mask_heads not in (1, heads):
+        raise ValueError(
+            f"block_mask: is for {mask_batch} batch entries and {mask_heads} heads, but the query has {batch} and "
+            f"{heads}; they must be equal, or 1 in the mask (with attend_local no mask may depend on entries or heads "
+            "that other ranks hold: give flex_attention DTensors)"
+        )
     return context_mask.new_handle(mask, _shard_offset(batch, batch_groups), _shard_offset(heads, head_groups))
 
 
@@ -132,7 +139,10 @@ def run_backward(
     captured = []
     for capture, needed, grad in zip(score.captures, score.needs_grad, grads.captures, strict=False):
         if needed:
-            wide = torch.zeros_like(capture, dtype=stats_dtype(capture.dtype)) if grad is None else grad.contiguous()
+            # the same dtype and layout on every rank, also on those without a gradient
+            wide = torch.zeros(capture.shape, dtype=stats_dtype(capture.dtype), device=capture.device)
+            if grad is not None:
+                wide.copy_(grad)
             dist.all_reduce(wide, group=mask.group)
             captured.append(wide.to(capture.dtype))
     return in_order(grads.dq, q_order), in_order(grads.dk, k_order), in_order(grads.dv, v_order), captured

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_flex.block_mask import plan as plan_of_block_mask
@@ -131,25 +131,28 @@ class ContextParallel:
 
         Args:
             x: a tensor (the same on all ranks of the mesh), or a DTensor on the mesh that is replicated over the
-                sequence's dimension (and sharded as you like over the others).
+                sequence's dimension (and sharded as you like over the others, but not along ``dim``).
             dim: the sequence: of the masks' query length, or of their key length.
 
+        Differentiable: the gradient of a DTensor is summed over the ranks that share the sequence; that of a plain
+        tensor holds this rank's rows alone, to be summed as gradients of parameters are.
+
         Raises:
-            ValueError: a length that is neither.
+            ValueError: a length that is neither; a DTensor on another mesh or with other placements.
         """
         dim = dim % x.dim()
         dispatch = self._dispatch_of(x, dim)
         rows = dispatch.rows(self.group.rank()).to(x.device)
         if not isinstance(x, DTensor):
             return self._distribute(x.index_select(dim, rows), tuple(x.shape), dim)
-        if not x.placements[self.mesh_dim].is_replicate():
+        if x.device_mesh != self.mesh or not x.placements[self.mesh_dim].is_replicate() or Shard(dim) in x.placements:
             raise ValueError(
-                f"x: has placements {x.placements}; it must be replicated over mesh dimension {self.mesh_dim}, which "
-                "shares the sequence"
+                f"x: has placements {x.placements} on {x.device_mesh}; it must be on {self.mesh}, replicated over mesh "
+                f"dimension {self.mesh_dim}, which shares the sequence, and whole along dimension {dim}"
             )
-        placements = list(x.placements)
-        placements[self.mesh_dim] = Shard(dim)
-        local = x.to_local().index_select(dim, rows)
+        placements, of_grad = list(x.placements), list(x.placements)
+        placements[self.mesh_dim], of_grad[self.mesh_dim] = Shard(dim), Partial()
+        local = x.to_local(grad_placements=of_grad).index_select(dim, rows)
         return DTensor.from_local(
             local, self.mesh, placements, run_check=False, shape=x.shape, stride=_contiguous_strides(x.shape)
         )
@@ -168,6 +171,7 @@ class ContextParallel:
             shape = list(x.shape)
             shape[dim] = self.q_len
             x = self._distribute(x, tuple(shape), dim)
+        self._require_dispatch_order(x, dim)
         order = self._order[self._dispatch_of(x, dim).length]
         return x.full_tensor().index_select(dim, torch.argsort(order))
 
@@ -175,9 +179,16 @@ class ContextParallel:
         """As ``torch.roll`` along the sequence, without gathering it: labels are ``roll(tokens, dim, -1)``.
 
         Args:
-            x: a DTensor in dispatch order along ``dim``, or this rank's part as a plain tensor.
+            x: a DTensor in dispatch order along ``dim``, or this rank's part as a plain tensor; of the query length.
         """
         dim = dim % x.dim()
+        if isinstance(x, DTensor):
+            # the whole length, which is the same on every rank: all of them raise, or none does
+            if x.shape[dim] != self.q_len:
+                raise ValueError(
+                    f"x: has length {x.shape[dim]} in dimension {dim}; the masks have {self.q_len} queries"
+                )
+            self._require_dispatch_order(x, dim)
         local = x.to_local() if isinstance(x, DTensor) else x
         if local.shape[dim] != len(self.rows):
             raise ValueError(f"x: has {local.shape[dim]} rows in dimension {dim}; this rank holds {len(self.rows)}")
@@ -189,6 +200,14 @@ class ContextParallel:
         return DTensor.from_local(
             rolled, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=_contiguous_strides(x.shape)
         )
+
+    def _require_dispatch_order(self, x: DTensor, dim: int) -> None:
+        wanted = Shard(dim)
+        if x.device_mesh != self.mesh or [i for i, p in enumerate(x.placements) if p == wanted] != [self.mesh_dim]:
+            raise ValueError(
+                f"x: has placements {x.placements} on {x.device_mesh}; it must be sharded along dimension {dim} over "
+                f"dimension {self.mesh_dim} of {self.mesh}, and over no other (as ContextParallel.shard gives it)"
+            )
 
     def _dispatch_of(self, x: Tensor, dim: int) -> Dispatch:
         for dispatch in (self.dispatch, self.kv_dispatch):

@@ -24,7 +24,11 @@ def check_masks(masks: Sequence[RowIntervals], group: dist.ProcessGroup, options
 
 
 def gather_dispatch(masks: Sequence[RowIntervals], row_counts: Sequence[int], group: dist.ProcessGroup) -> Dispatch:
-    """:func:`solve_dispatch`, the areas computed in parts.  A collective."""
+    """:func:`solve_dispatch`, the areas computed in parts.  A collective.
+
+    All ranks take rank 0's result: it hangs on sums of fractions, which other threads or processors may round
+    differently.
+    """
     length, ranks = masks[0].q_len, group.size()
     chunk_size = default_chunk_size(length, ranks)
     chunks = -(-length // chunk_size)
@@ -35,7 +39,14 @@ def gather_dispatch(masks: Sequence[RowIntervals], row_counts: Sequence[int], gr
         part = chunk_areas(mask, chunk_size, first, min(first + share, chunks))
         own_C[: len(part)] = part
     area_MC = torch.cat(all_gather(own_MC, group), 1)[:, :chunks]
-    return solve_dispatch(masks, row_counts, chunk_size, area_MC=area_MC)
+    solved = solve_dispatch(masks, row_counts, chunk_size, area_MC=area_MC)
+    segments_N3 = torch.stack((solved.segment_ranks(), solved.begin, solved.end), 1).to(group_device(group))
+    count = torch.tensor([len(segments_N3)], device=segments_N3.device)
+    dist.broadcast(count, group=group, group_src=0)
+    if group.rank() != 0:
+        segments_N3 = segments_N3.new_empty(int(count), 3)
+    dist.broadcast(segments_N3, group=group, group_src=0)
+    return Dispatch.from_segments(length, ranks, *segments_N3.cpu().unbind(1))
 
 
 def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: dist.ProcessGroup) -> list[KeyRanges]:

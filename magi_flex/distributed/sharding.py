@@ -56,6 +56,7 @@ class Layout:
             if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh:
                 raise ValueError(f"{name}: must be a DTensor on the query's mesh, as the other operands of this call")
         of_q, of_k, of_dk = [], [], []
+        q_heads, k_heads = q.shape[HEADS], k.shape[HEADS]  # that are left for a rank: several dimensions may cut them
         for dim, size in enumerate(q.device_mesh.shape):
             placement = q.placements[dim]
             kept: Placement = Replicate()
@@ -65,11 +66,14 @@ class Layout:
             elif placement == Shard(BATCH):
                 kept = Shard(BATCH)
                 keys = kept if k.shape[BATCH] == q.shape[BATCH] else Replicate()
-            elif placement == Shard(HEADS) and q.shape[HEADS] % size == 0:
-                if k.shape[HEADS] % size == 0:
+            elif placement == Shard(HEADS) and q_heads % size == 0:
+                if k_heads % size == 0:
                     kept = keys = Shard(HEADS)
-                elif k.shape[HEADS] == 1:
+                    k_heads //= size
+                elif k_heads == 1:
                     kept = Shard(HEADS)
+                if kept == Shard(HEADS):
+                    q_heads //= size
             of_q.append(kept)
             of_k.append(keys)
             of_dk.append(Partial() if keys.is_replicate() and not kept.is_replicate() else keys)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import magi_flex
@@ -117,6 +119,71 @@ def check_sequence_tools(group: dist.ProcessGroup) -> None:
         assert torch.equal(cp.unshard(leaf.grad, 1), weight)
         ids = torch.arange(length)
         assert torch.equal(cp.unshard(cp.roll(cp.shard(ids, 0), 0), 0), torch.roll(ids, -1))
+
+
+def check_gradient_and_placements(group: dist.ProcessGroup) -> None:
+    """The gradient of a replicated tensor is its whole gradient; other placements or lengths fail on every rank."""
+    cp_mesh = mesh_of(group)
+    cp = ContextParallel(cp_mesh, document_mask([7]))
+    weight = torch.arange(42.0).view(2, 7, 3)
+    x = distribute_tensor(torch.ones(2, 7, 3), cp_mesh, [Replicate()]).requires_grad_()
+    (cp.unshard(cp.shard(x, 1), 1) * weight).sum().backward()
+    assert torch.equal(x.grad.redistribute(cp_mesh, [Replicate()]).to_local(), weight)
+    for wrong in (x, distribute_tensor(torch.ones(2, 7, 3), cp_mesh, [Shard(2)])):
+        for tool in (cp.unshard, cp.roll):
+            with pytest.raises(ValueError, match="must be sharded along dimension 1"):
+                tool(wrong, 1)
+    with pytest.raises(ValueError, match="whole along dimension 1"):
+        cp.shard(cp.shard(x, 1), 1)
+    # On three ranks 5 queries and 6 keys are 2 rows each but on the last one: it must not be the only one to raise.
+    cp = ContextParallel(cp_mesh, RowIntervals.full(5, 6))
+    with pytest.raises(ValueError, match="x: has length 6 in dimension 0; the masks have 5 queries"):
+        cp.roll(cp.shard(torch.arange(6), 0), 0)
+
+
+def test_gradient_of_shard_and_wrong_placements(world: World) -> None:
+    world.run(check_gradient_and_placements, 3)
+
+
+def check_learned_table_without_rows(group: dist.ProcessGroup) -> None:
+    """A rank without rows adds the gradient of a transposed table as the others do (2, 2 and no row)."""
+    magi_flex.enable()
+    cp_mesh = mesh_of(group)
+    length, heads = 4, 2
+    mask = document_mask([length])
+    cp = ContextParallel(cp_mesh, mask)
+    x = operands(1, heads, heads, length, length)
+    table = torch.randn(2 * length, heads, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def score_mod(table_HT: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + table_HT[h, q - k + length]
+
+    exact = table.clone().requires_grad_()
+    expected = dense_attention_with_gradients(
+        *x, mask_BHQK=mask.to_dense(), score_mod=functools.partial(score_mod, exact.t()), captures=(exact,)
+    )
+    learned = distribute_tensor(table.float(), cp_mesh, [Replicate()]).requires_grad_()
+    leaves = [cp.shard(t, 2) for t in x[:3]]
+    mod = functools.partial(score_mod, learned.t())
+    flex_attention(*leaves, score_mod=mod, block_mask=cp.block_mask).backward(cp.shard(x[3], 2))
+    grad = learned.grad.full_tensor().double()
+    torch.testing.assert_close(grad, expected.captures[0], rtol=1e-4, atol=1e-4)
+
+
+def test_learned_table_without_rows(world: World) -> None:
+    world.run(check_learned_table_without_rows, 3)
+
+
+def check_mask_of_another_batch(group: dist.ProcessGroup) -> None:
+    magi_flex.enable()
+    cp = ContextParallel(mesh_of(group), RowIntervals.from_dense(torch.ones(2, 1, 6, 6, dtype=torch.bool)))
+    x = [cp.shard(t, 2) for t in operands(1, 2, 2, 6, 6)[:3]]
+    with pytest.raises(ValueError, match="is for 2 batch entries and 1 heads, but the query has 1 and 2"):
+        flex_attention(*x, block_mask=cp.block_mask)
+
+
+def test_mask_of_another_batch(world: World) -> None:
+    world.run(check_mask_of_another_batch, 2)
 
 
 def test_shard_unshard_roll(world: World) -> None:
