@@ -10,6 +10,7 @@ import torch
 
 import magi_flex
 from inductor_lowering import translate
+from magi_flex.kernels import route as backend_registry
 from magi_flex.kernels.request import Bias, Distance, Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route, route, stock_is_faster
 from magi_flex.score_steps import step_types
@@ -47,6 +48,27 @@ def test_auto_takes_the_first_that_does_not_object() -> None:
                     route(facts, name)
             else:
                 assert route(facts, name).name == name
+
+
+def test_experimental_backends_are_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = backend_registry.BACKENDS[0]._replace(
+        name="new", module="magi_flex.kernels.tiled_torch", cls="TiledBackend"
+    )
+    monkeypatch.setattr(backend_registry, "BACKENDS", (first._replace(experimental=True), *backend_registry.BACKENDS))
+    facts = replace(FACTS, head_dim=57)  # not yet routed
+    assert dict(explain_route(facts))["new"] == [
+        "has not run on a GPU yet, so it must be chosen by name (backend='new')"
+    ]
+    assert not dict(explain_route(facts, "new"))["new"] and dict(explain_route(facts, "tiled"))["new"]
+    proven = replace(FACTS, head_dim=59)
+    backend_registry.route.cache_clear()
+    try:
+        assert route(facts) is not route(facts, "new") is backend_registry.load("new")
+        monkeypatch.setattr(backend_registry, "BACKENDS", (first, *backend_registry.BACKENDS[1:]))
+        assert route(proven) is backend_registry.load("new")
+    finally:
+        backend_registry.route.cache_clear()
+        backend_registry.load.cache_clear()
 
 
 def test_on_a_gpu_stock_kernels_beat_the_tiled_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -12,11 +13,24 @@ from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts
 
 logger = logging.getLogger("magi_flex")
 
-# (name, module, class): fastest first; a module is imported when its backend is first considered.
-BACKENDS: tuple[tuple[str, str, str], ...] = (
-    ("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
-    ("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
-    ("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
+
+class Entry(NamedTuple):
+    """A backend by name; its module is imported when it is first considered.
+
+    ``experimental``: it has not run yet on the hardware that it is for, so ``auto`` never takes it.
+    """
+
+    name: str
+    module: str
+    cls: str
+    experimental: bool = False
+
+
+# Fastest first.
+BACKENDS: tuple[Entry, ...] = (
+    Entry("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
+    Entry("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
+    Entry("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )
 AUTO = "auto"
 SLOW = "tiled"  # serves everything, and is the last of ours for that
@@ -24,7 +38,14 @@ _STOCK_LEAST_HEAD_DIM = 16
 
 
 def backend_names() -> list[str]:
-    return [name for name, _, _ in BACKENDS]
+    return [entry.name for entry in BACKENDS]
+
+
+def reservation(name: str) -> str | None:
+    """Why ``auto`` passes a backend over whatever it serves, or None."""
+    if any(entry.experimental for entry in BACKENDS if entry.name == name):
+        return f"has not run on a GPU yet, so it must be chosen by name (backend={name!r})"
+    return None
 
 
 def check_choice(choice: str) -> str:
@@ -38,7 +59,7 @@ def check_choice(choice: str) -> str:
 @functools.cache
 def load(name: str) -> Backend | str:
     """The backend, or why its module cannot be imported."""
-    for known, module, cls in BACKENDS:
+    for known, module, cls, _ in BACKENDS:
         if known == name:
             try:
                 return getattr(importlib.import_module(module), cls)()
@@ -47,8 +68,11 @@ def load(name: str) -> Backend | str:
     raise ValueError(f"backend: got {name!r}, allowed are {', '.join(backend_names())}")
 
 
-def explain_route(facts: RequestFacts) -> list[tuple[str, list[str]]]:
-    """Every backend, fastest first, with the reasons why it does not serve such a request (none: it does)."""
+def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, list[str]]]:
+    """Every backend, fastest first, with the reasons why it does not serve such a request (none: it does).
+
+    A reservation (see :func:`reservation`) is a reason unless ``choice`` names the backend.
+    """
     table = []
     for name in backend_names():
         backend = load(name)
@@ -56,7 +80,9 @@ def explain_route(facts: RequestFacts) -> list[tuple[str, list[str]]]:
             table.append((name, [backend]))
             continue
         missing = backend.missing(facts.device)
-        table.append((name, [missing] if missing else backend.objections(facts)))
+        reasons = [missing] if missing else backend.objections(facts)
+        reserved = reservation(name) if choice != name else None
+        table.append((name, [reserved, *reasons] if reserved else reasons))
     return table
 
 
@@ -83,7 +109,7 @@ def route(facts: RequestFacts, choice: str = AUTO) -> Backend:
     Raises ValueError if the chosen backend does not serve it; the message has the reasons.
     """
     check_choice(choice)
-    table = explain_route(facts)
+    table = explain_route(facts, choice)
     for name, reasons in table:
         if choice not in (AUTO, name):
             continue
