@@ -72,7 +72,7 @@ HEAD_DIMS = tuple(_TWO_WARPGROUPS)
 _BACKWARD = {
     (64, 64): (64, 128, True),
     (128, 128): (64, 128, True),
-    (192, 128): (48, 128, False),
+    (192, 128): (64, 64, False),
     (192, 192): (64, 64, False),
     (256, 256): (64, 64, False),
 }
@@ -201,7 +201,8 @@ class FfaBackend(Backend):
         with torch.cuda.device(q.device):
             gradient_q = None
             if not instance.sum_dq:
-                gradient_q = gradient_of_q(instance, q.shape[1] // k.shape[1], request.plan)
+                of_q = gradient_q_instance(instance, q.shape[1] // k.shape[1], request.plan.starts.shape[1])
+                gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
             launch_backward(
                 instance,
                 tma_ready(q),
@@ -268,7 +269,7 @@ def forward_instance(
         if busy_two > _GAIN_OF_THREE * busy_three:
             three = two
     *sizes, stage_out = three
-    pack = math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
+    pack = packed_heads(group, mask_heads)
     return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, score_steps)
 
 
@@ -299,14 +300,16 @@ def backward_instance(
     return BackwardInstance(dtype, *pair, rows, keys, sum_dq and not deterministic, wide, wide_out, score_steps)
 
 
-def gradient_of_q(instance: BackwardInstance, group: int, plan: MaskPlan) -> GradientQ:
-    """The kernel that makes dq where ``instance`` does not, and its row tiles."""
-    sizes = _GRADIENT_Q[instance.head_dim, instance.v_dim]
-    pack = math.gcd(group, _MAX_PACK) if plan.starts.shape[1] == 1 else 1
-    kernel = GradientQInstance(
-        instance.dtype, instance.head_dim, instance.v_dim, *sizes, pack, instance.wide, instance.score_steps
-    )
-    return GradientQ(kernel, forward_schedule(plan, kernel))
+def gradient_q_instance(instance: BackwardInstance, group: int, mask_heads: int) -> GradientQInstance:
+    """The variant that makes dq where ``instance`` does not."""
+    dims = (instance.head_dim, instance.v_dim)
+    pack = packed_heads(group, mask_heads)
+    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, instance.wide, instance.score_steps)
+
+
+def packed_heads(group: int, mask_heads: int) -> int:
+    """Query heads in a row tile: some of a group, where they share the mask."""
+    return math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
 
 
 def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstance) -> Schedule:

@@ -140,9 +140,9 @@ def launch_backward(
 
     All inputs are on the current device, ready for TMA (:func:`cuda_driver.is_tma_ready`) and not empty; head dims are
     multiples of 8 and at most the instance's; ``lse`` (log2 domain) and ``d_lse`` are contiguous float32; the interval
-    tables are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for the instance's
-    ``rows`` and ``keys``; ``score`` has the instance's steps; ``gradient_q`` is given unless the instance sums dq.
-    ``sm_margin`` multiprocessors are left to others.
+    tables are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for the
+    instance's ``rows`` and ``keys``; ``score`` has the instance's steps; ``gradient_q`` is given unless the instance
+    sums dq.  ``sm_margin`` multiprocessors are left to others.
 
     Raises ValueError where there are 2^31 or more query rows, counted over batch entries and heads.
     """

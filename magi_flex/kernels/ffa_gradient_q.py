@@ -126,8 +126,8 @@ def launch_gradient_q(
         row_shift, row_delta: addresses of the statistics that the backward's ``prepare`` made, float32
             ``[B * H, padded_rows]``.
         schedule: made for the instance's tile sizes.
-        scales: from dS K to dq; from scores (behind the score steps) to powers of two; from q k^T to what the first score
-            step sees.
+        scales: from dS K to dq; from scores (behind the score steps) to powers of two; from q k^T to what the first
+            score step sees.
         score_values: of the score steps, see :class:`magi_flex.kernels.ffa_score.KernelScore`.
         sm_margin: multiprocessors that are left to others.
     """

@@ -141,7 +141,7 @@ class Backend:
         raise NotImplementedError
 
     def reservations(self, facts: RequestFacts) -> list[str]:
-        """What of this request has not run yet on the hardware that it is for (and ``auto`` therefore leaves to others)."""
+        """What of this request has not run yet on the hardware that it is for, so that ``auto`` leaves it to others."""
         return []
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:

@@ -51,8 +51,8 @@ def _build(source: str, options: tuple[str, ...]) -> str:
     for header in ("machine.h", "ptx.cuh"):
         shutil.copy(HERE / header, folder)
     command = [
-        str(COMPILER), "-std=c++20", "-O2", "-w", "-fPIC", "-fno-gnu-unique", "-shared", f'-DKERNEL_SOURCE="{path.name}"', *options,
-        "launcher.cpp", "-o", "kernel.so",
+        str(COMPILER), "-std=c++20", "-O1", "-w", "-fPIC", "-fno-gnu-unique", "-shared",
+        f'-DKERNEL_SOURCE="{path.name}"', *options, "launcher.cpp", "-o", "kernel.so",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:5000]

@@ -86,12 +86,13 @@ template <class C> struct Consumer : Fragment<C> {
         for (int remaining = steps; remaining > 0; --remaining) {
             const int stage = ring.stage;
             float d_weights[kScores];
+            uint32 pairs[kScores / 2];
+            if constexpr (Score::kCount > 0) this->make_weights(scores, pairs, stage, ring.phase);
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);
             ptx::wgmma_fence();
             this->template issue_scores<C::kVDim>(d_weights, shared.v, shared.d_out[stage]);
-
-            uint32 pairs[kScores / 2];
-            this->make_weights(scores, pairs, stage, ring.phase);
+            // A score mod needs the registers of dP.
+            if constexpr (Score::kCount == 0) this->make_weights(scores, pairs, stage, ring.phase);
             ptx::wgmma_fence();
             this->template issue_gradient<C::kVDim>(dv, pairs, shared.d_out[stage]);
 
