@@ -238,56 +238,57 @@ def row_tile_runs(
     """
     tile = tl.program_id(0)
     row_begin, row_end = tl.load(tile_begin + tile), tl.load(tile_end + tile)
-    first = tl.load(tile_head + tile).to(tl.int64) * SLOTS * q_len
-    entry_E = tl.arange(0, PADDED_SLOTS * ROWS)
-    inside_E = (entry_E // ROWS < SLOTS) & (row_begin + entry_E % ROWS < row_end)
-    at_E = first + (entry_E // ROWS).to(tl.int64) * q_len + row_begin + entry_E % ROWS
-    start_E = tl.load(starts + at_E, mask=inside_E, other=0)
-    end_E = tl.load(ends + at_E, mask=inside_E, other=0)
-    used_E = start_E < end_E
-    before_start_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
-    at_start_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
-    before_end_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
-    at_end_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
-    for part in range(0, PADDED_SLOTS * ROWS, AT_ONCE):
-        entry_J = part + tl.arange(0, AT_ONCE)
-        inside_J = (entry_J // ROWS < SLOTS) & (row_begin + entry_J % ROWS < row_end)
-        at_J = first + (entry_J // ROWS).to(tl.int64) * q_len + row_begin + entry_J % ROWS
-        start_J = tl.load(starts + at_J, mask=inside_J, other=0)
-        end_J = tl.load(ends + at_J, mask=inside_J, other=0)
-        before_start_E += _cover(start_J, end_J, start_E - 1)
-        at_start_E += _cover(start_J, end_J, start_E)
-        before_end_E += _cover(start_J, end_J, end_E - 1)
-        at_end_E += _cover(start_J, end_J, end_E)
-    rows = row_end - row_begin
-    touched_start_E = tl.where(used_E & (before_start_E == 0), start_E, _NONE)
-    touched_stop_E = tl.where(used_E & (at_end_E == 0), end_E, _NONE)
-    full_start_E = tl.where(used_E & (at_start_E == rows), start_E, _NONE)
-    full_stop_E = tl.where(used_E & (before_end_E == rows), end_E, _NONE)
-
     lane_S = tl.arange(0, LANES)
     touched_begin_S = tl.full([LANES], _NONE, tl.int32)
     touched_end_S = tl.zeros([LANES], tl.int32)
-    touched = tile * 0
-    begin = tl.min(touched_start_E, axis=0)
-    while begin < _NONE:
-        end = tl.min(tl.where(touched_stop_E > begin, touched_stop_E, _NONE), axis=0)
-        touched += 1
-        last = touched == TOUCHED  # takes all that is left
-        end = tl.where(last, tl.max(tl.where(used_E, end_E, 0), axis=0), end)
-        touched_begin_S = tl.where(lane_S == touched - 1, begin, touched_begin_S)
-        touched_end_S = tl.where(lane_S == touched - 1, end, touched_end_S)
-        begin = tl.min(tl.where((touched_start_E > end) & (touched < TOUCHED), touched_start_E, _NONE), axis=0)
     full_begin_S = tl.full([LANES], _NONE, tl.int32)
     full_end_S = tl.zeros([LANES], tl.int32)
+    touched = tile * 0
     full = tile * 0
-    begin = tl.min(full_start_E, axis=0)
-    while begin < _NONE:
-        end = tl.min(tl.where(full_stop_E > begin, full_stop_E, _NONE), axis=0)
-        full_begin_S = tl.where(lane_S == full, begin, full_begin_S)
-        full_end_S = tl.where(lane_S == full, end, full_end_S)
-        full += 1
-        begin = tl.min(tl.where((full_start_E > end) & (full < FULL), full_start_E, _NONE), axis=0)
+    if row_begin < row_end:
+        first = tl.load(tile_head + tile).to(tl.int64) * SLOTS * q_len
+        entry_E = tl.arange(0, PADDED_SLOTS * ROWS)
+        inside_E = (entry_E // ROWS < SLOTS) & (row_begin + entry_E % ROWS < row_end)
+        at_E = first + (entry_E // ROWS).to(tl.int64) * q_len + row_begin + entry_E % ROWS
+        start_E = tl.load(starts + at_E, mask=inside_E, other=0)
+        end_E = tl.load(ends + at_E, mask=inside_E, other=0)
+        used_E = start_E < end_E
+        before_start_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
+        at_start_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
+        before_end_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
+        at_end_E = tl.zeros([PADDED_SLOTS * ROWS], tl.int32)
+        for part in range(0, PADDED_SLOTS * ROWS, AT_ONCE):
+            entry_J = part + tl.arange(0, AT_ONCE)
+            inside_J = (entry_J // ROWS < SLOTS) & (row_begin + entry_J % ROWS < row_end)
+            at_J = first + (entry_J // ROWS).to(tl.int64) * q_len + row_begin + entry_J % ROWS
+            start_J = tl.load(starts + at_J, mask=inside_J, other=0)
+            end_J = tl.load(ends + at_J, mask=inside_J, other=0)
+            before_start_E += _cover(start_J, end_J, start_E - 1)
+            at_start_E += _cover(start_J, end_J, start_E)
+            before_end_E += _cover(start_J, end_J, end_E - 1)
+            at_end_E += _cover(start_J, end_J, end_E)
+        rows = row_end - row_begin
+        touched_start_E = tl.where(used_E & (before_start_E == 0), start_E, _NONE)
+        touched_stop_E = tl.where(used_E & (at_end_E == 0), end_E, _NONE)
+        full_start_E = tl.where(used_E & (at_start_E == rows), start_E, _NONE)
+        full_stop_E = tl.where(used_E & (before_end_E == rows), end_E, _NONE)
+
+        begin = tl.min(touched_start_E, axis=0)
+        while begin < _NONE:
+            end = tl.min(tl.where(touched_stop_E > begin, touched_stop_E, _NONE), axis=0)
+            touched += 1
+            last = touched == TOUCHED  # takes all that is left
+            end = tl.where(last, tl.max(tl.where(used_E, end_E, 0), axis=0), end)
+            touched_begin_S = tl.where(lane_S == touched - 1, begin, touched_begin_S)
+            touched_end_S = tl.where(lane_S == touched - 1, end, touched_end_S)
+            begin = tl.min(tl.where((touched_start_E > end) & (touched < TOUCHED), touched_start_E, _NONE), axis=0)
+        begin = tl.min(full_start_E, axis=0)
+        while begin < _NONE:
+            end = tl.min(tl.where(full_stop_E > begin, full_stop_E, _NONE), axis=0)
+            full_begin_S = tl.where(lane_S == full, begin, full_begin_S)
+            full_end_S = tl.where(lane_S == full, end, full_end_S)
+            full += 1
+            begin = tl.min(tl.where((full_start_E > end) & (full < FULL), full_start_E, _NONE), axis=0)
     _finish(
         tile,
         touched_begin_S,
