@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan
 from magi_flex.tile_cuts import SHORT_STEP, TILE_OVERHEAD, RowTiles, break_spacing, fixed_row_tiles, look_ahead
-from magi_flex.tiles import TilePlan
+from magi_flex.tiles import TilePlan, build_tile_plan
 
 _BLOCK_ROWS = 64
 _BLOCKS_AT_ONCE = 256
@@ -69,7 +70,9 @@ def build_device_plan(
     batch, heads, slots, q_len = starts.shape
     kv_len, device = intervals.kv_len, starts.device
     height, step = (kv_tile, q_tile) if transposed else (q_tile, kv_tile)
-    rows, length = (kv_len, q_len) if transposed else (q_len, kv_len)
+    rows = kv_len if transposed else q_len
+    if not starts.numel() or not kv_len:
+        return build_tile_plan(MaskPlan(intervals), q_tile, kv_tile, transposed)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         bounds = _block_bounds(starts, ends) if transposed else None
@@ -95,6 +98,11 @@ def _int32(tiles: RowTiles) -> RowTiles:
 
 def _power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
+
+
+def room(slots: int) -> tuple[int, int]:
+    """Touched and full spans that a tile has room for."""
+    return 2 * slots + 2, 2 * slots + 1
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -128,7 +136,7 @@ class _Runs:
         self.starts, self.ends, self.kv_len, self.tiles = starts, ends, kv_len, tiles
         self.step, self.align, self.grid = step, align, grid
         slots, device = starts.shape[2], starts.device
-        self.touched, self.full = 2 * slots + 2, 2 * slots + 1
+        self.touched, self.full = room(slots)
         count = len(tiles.begin)
         self.counts = torch.empty(count, dtype=torch.int64, device=device)
         self.partial_ptr = torch.empty(count + 1, dtype=torch.int32, device=device)
