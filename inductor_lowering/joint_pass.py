@@ -36,6 +36,7 @@ from inductor_lowering.translate import (
     score_spec,
 )
 from magi_flex.kernels.layout import dense_order
+from magi_flex.kernels.tile_plans import builder_choice
 from magi_flex.op_specs import MaskSpec
 
 logger = logging.getLogger("magi_flex")

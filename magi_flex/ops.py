@@ -33,14 +33,14 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
     "int[] out_order) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.flexible_layout,),
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 _library.define(
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
     "Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
     "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
-    tags=(torch.Tag.flexible_layout,),
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 
 

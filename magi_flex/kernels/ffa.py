@@ -37,8 +37,8 @@ from magi_flex.kernels.request import (
     RequestFacts,
     ScoreStep,
 )
+from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import build_tile_plan
 
 
 class Tiles(NamedTuple):
@@ -317,7 +317,7 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstan
     sizes = (instance.q_tile, instance.kv_tile)
 
     def build() -> Schedule:
-        return make_schedule(build_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
+        return make_schedule(kernel_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
 
     return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
 
