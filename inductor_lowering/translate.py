@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -17,7 +18,8 @@ from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.request import RequestFacts
-from magi_flex.kernels.route import AUTO, check_choice, stock_is_faster
+from magi_flex.kernels.route import AUTO, SLOW, check_choice, route, stock_is_faster
+from magi_flex.kernels.tile_plans import objection
 from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
 from magi_flex.score_steps import step_types
 
@@ -106,13 +108,23 @@ def leave_to_faster_stock(
 
     Looks at nothing that forward and backward of one call could see differently, so that both go the same way.
     """
-    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
-    if backend != AUTO or mask.sharded or not all(isinstance(x.shape[3], int) for x in (q, v)):
+    facts = call_facts(call, score, needs_backward, score_grads)
+    if backend != AUTO or mask.sharded or facts is None:
         return
+    reason = stock_is_faster(facts)
+    if reason is not None:
+        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
+
+
+def call_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grads: bool) -> RequestFacts | None:
+    """What routing may look at, as far as a graph tells; None where head dims are not known."""
+    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
+    if not all(isinstance(x.shape[3], int) for x in (q, v)):
+        return None
     steps: tuple[type, ...] | None = ()
     if score.forward is not None:
         steps = None if score.recipe is None else step_types(json.loads(score.recipe))
-    facts = RequestFacts(
+    return RequestFacts(
         device=q.device,
         dtype=q.dtype,
         head_dim=q.shape[3],
@@ -126,9 +138,20 @@ def leave_to_faster_stock(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mixed_dtypes=not q.dtype == k.dtype == v.dtype,
     )
-    reason = stock_is_faster(facts)
-    if reason is not None:
-        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
+
+
+def in_cuda_graph(call: HopCall, score: ScoreSpec, backend: str, needs_backward: bool, score_grads: bool) -> bool:
+    """Whether Inductor will capture this call in a CUDA graph, and plan and kernel can be made without the host.
+
+    Looks at nothing that forward and backward of one call could see differently.
+    """
+    facts = call_facts(call, score, needs_backward, score_grads)
+    if not inductor_config.triton.cudagraphs or facts is None or objection(facts.device, has_bit_tiles=False):
+        return False
+    try:
+        return route(facts, backend).name != SLOW
+    except ValueError:  # the chosen backend does not serve the call, which it says when it runs
+        return False
 
 
 def _is_always_true(program: FxProgram) -> bool:
