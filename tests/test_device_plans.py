@@ -57,11 +57,9 @@ def total_steps(tiles: TilePlan) -> list[int]:
 
 
 ORDINARY = {
-    "causal": interval_plan(torch.zeros(45, dtype=torch.int32), torch.arange(1, 46), 45),
     "window": interval_plan(torch.arange(45) - 11, torch.arange(1, 46), 45),
-    "documents": packed_documents([7, 30, 3, 3, 2, 17], False),
-    "documents, causal": packed_documents([7, 30, 3, 3, 2, 17], True),
-    "long document": packed_documents([3, 1, 40, 2, 5], True),
+    "documents": packed_documents([7, 3, 3, 2, 17], False),
+    "documents, causal": packed_documents([7, 30, 3, 2, 11], True),
 }
 
 
@@ -78,7 +76,7 @@ def test_same_as_torch(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["sink_and_window", "longformer", "per_head_mix"])
 def test_mask_patterns(name: str) -> None:
     """Several intervals, heads, rows without keys; the fixed grid has the exact classes."""
-    mask = make_mask(name, 41, 37).dense()
+    mask = make_mask(name, 21, 23).dense()
     plan = MaskPlan(RowIntervals.from_dense(mask))
     for kind in CLASSES:
         tiles = built(plan, 16, 8, kind)
@@ -101,7 +99,7 @@ def masks(draw: st.DrawFn) -> torch.Tensor:
     return torch.where(kinds == 0, False, torch.where(kinds == 1, True, torch.where(kinds == 2, k <= q, noise)))
 
 
-QUICK = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
