@@ -125,6 +125,8 @@ def leave_to_faster_stock(
         has_bit_tiles=False,  # known only when the plan is made
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mixed_dtypes=not q.dtype == k.dtype == v.dtype,
+        max_score=call.wants_max_score,
+        score_ops=score.operators if steps is None else frozenset(),
     )
     reason = stock_is_faster(facts)
     if reason is not None:

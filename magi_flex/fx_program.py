@@ -85,6 +85,12 @@ class FxProgram:
     def to_json(self) -> str:
         return json.dumps(list(self.steps), separators=(",", ":"))
 
+    @property
+    def operators(self) -> frozenset[str]:
+        """The operators called ("namespace::name", no overload), and the kinds of other steps that compute."""
+        plain = ("arg", "return")
+        return frozenset(step[1] if step[0] == "call" else step[0] for step in self.steps if step[0] not in plain)
+
     def ending_at(self, step: int) -> FxProgram:
         """The program, of the same arguments, that returns the value of ``step``."""
         needed = {step}

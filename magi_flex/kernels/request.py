@@ -103,6 +103,7 @@ class AttentionRequest:
     score: ScoreProgram = field(default_factory=ScoreProgram)
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
+    max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold NaN
 
 
 @dataclass(frozen=True)
@@ -172,3 +173,5 @@ class RequestFacts:
     wide_results: bool = False
     mixed_dtypes: bool = False  # k or v have another dtype than q
     index_map: bool = False  # the score mod sees other indices than the local ones
+    max_score: bool = False  # the largest scores are asked for
+    score_ops: frozenset[str] = frozenset()  # of a score mod without steps: the operators of its graphs

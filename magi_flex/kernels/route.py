@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts
+from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts, ScoreProgram
 
 logger = logging.getLogger("magi_flex")
 
@@ -29,6 +29,7 @@ class Entry(NamedTuple):
 # Fastest first.
 BACKENDS: tuple[Entry, ...] = (
     Entry("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
+    Entry("fa4", "magi_flex.kernels.fa4", "Fa4Backend", experimental=True),
     Entry("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
     Entry("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )
@@ -147,4 +148,12 @@ def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:
         index_map=bool(
             index_map.b_offset or index_map.h_offset or index_map.q_index is not None or index_map.k_index is not None
         ),
+        max_score=request.max_score,
+        score_ops=score_ops(score) if score.steps is None else frozenset(),
     )
+
+
+def score_ops(score: ScoreProgram) -> frozenset[str]:
+    """The operators that a score mod's graphs call, as "namespace::name"."""
+    programs = [program for program in (score.forward, score.joint) if program is not None]
+    return frozenset().union(*(program.operators for program in programs))
