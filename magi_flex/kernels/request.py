@@ -104,6 +104,7 @@ class AttentionRequest:
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
     max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold NaN
+    sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,10 @@ class Backend:
     def objections(self, facts: RequestFacts) -> list[str]:
         """Reasons why it does not serve such a request; empty where it does."""
         raise NotImplementedError
+
+    def reservations(self, facts: RequestFacts) -> list[str]:
+        """What of this request has not run yet on the hardware that it is for, so that ``auto`` leaves it to others."""
+        return []
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError
