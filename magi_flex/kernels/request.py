@@ -172,3 +172,4 @@ class RequestFacts:
     wide_results: bool = False
     mixed_dtypes: bool = False  # k or v have another dtype than q
     index_map: bool = False  # the score mod sees other indices than the local ones
+    score_ops: frozenset[str] = frozenset()  # what a general score mod does to single scores, see score_split.py
