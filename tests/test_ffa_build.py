@@ -18,15 +18,14 @@ from magi_flex.kernels.ffa_schedule import make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
-    AttentionRequest,
     Bias,
     Distance,
     Multiply,
     RequestFacts,
-    ScoreProgram,
     Softcap,
 )
 from magi_flex.kernels.route import explain_route
+from magi_flex.kernels.score_split import leading_factors
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 
@@ -238,9 +237,6 @@ def test_score_steps_in_order() -> None:
 
 
 def test_leading_factors_join_the_scale() -> None:
-    x = torch.zeros(1, 1, 1, 8)
-    plan = MaskPlan(RowIntervals.full(1, 1))
-
     def factors(*steps) -> tuple:
         return leading_factors(0.5, steps)
 

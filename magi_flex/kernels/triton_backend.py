@@ -23,7 +23,7 @@ from magi_flex.kernels.request import (
     ScoreProgram,
 )
 from magi_flex.kernels.score_split import leading_factors
-from magi_flex.kernels.triton_configs import LARGEST_HEAD_DIM, tiles_for
+from magi_flex.kernels.triton_configs import LARGEST_HEAD_DIM, padded, tiles_for
 from magi_flex.kernels.triton_score import SUPPORTED, backward_score, forward_score
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +41,8 @@ class TritonBackend(Backend):
         if device.type != "cuda" or torch.version.hip is not None:
             kind = "an AMD GPU" if torch.version.hip is not None else device.type
             return f"needs an NVIDIA GPU, not {kind}"
+        if not torch.cuda.is_available():
+            return "torch sees no GPU"
         return _missing_on(device.index if device.index is not None else torch.cuda.current_device())
 
     def objections(self, facts: RequestFacts) -> list[str]:
@@ -68,7 +70,7 @@ class TritonBackend(Backend):
             lse = torch.full(q.shape[:3], -math.inf, device=q.device)
             return AttentionOutput(out, lse, lse.clone())
         score, scale = _folded(request)
-        head_dims = triton_launch.padded(q.shape[3]), triton_launch.padded(v.shape[3])
+        head_dims = padded(q.shape[3]), padded(v.shape[3])
         tiles = tiles_for("forward", q.dtype, *head_dims, q.device)
         return triton_launch.forward(request, forward_score(score, q.device), scale, tiles)
 
@@ -90,7 +92,7 @@ class TritonBackend(Backend):
         lse = lse.to(torch.float32).contiguous()
         delta = triton_launch.delta(out, d_out, lse, d_lse)
         d_out = d_out.to(q.dtype)
-        head_dims = triton_launch.padded(q.shape[3]), triton_launch.padded(v.shape[3])
+        head_dims = padded(q.shape[3]), padded(v.shape[3])
         kv_tiles, q_tiles = (tiles_for(direction, q.dtype, *head_dims, q.device) for direction in ("kv", "q"))
         dk, dv = triton_launch.backward_kv(request, kernel_score, scale, d_out, lse, delta, kv_tiles)
         dq = triton_launch.backward_q(request, kernel_score, scale, d_out, lse, delta, q_tiles)

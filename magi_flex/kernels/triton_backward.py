@@ -13,11 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from magi_flex.kernels.triton_forward import LOG2_E, load_tile, mod_index
+from magi_flex.kernels.triton_forward import LOG2_E, VARYING, load_tile, mod_index
 from magi_flex.kernels.triton_mask import attends
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
     out, d_out, lse, d_lse, delta, out_strides, d_out_strides, lse_strides, d_lse_strides, rows, q_len, heads,
     V_DIM: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
@@ -43,7 +43,7 @@ def delta_kernel(
     tl.store(delta + index, tl.where(empty, 0.0, delta_M), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def kv_kernel(
     q, k, v, d_out, lse, delta, dk, dv,
     q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides,
@@ -171,7 +171,7 @@ def visit_queries(
     return dk_ND, dv_NE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def q_kernel(
     q, k, v, d_out, lse, delta, dq,
     q_strides, k_strides, v_strides, d_out_strides, dq_strides,

@@ -1,7 +1,7 @@
-"""Tile sizes of the Triton kernels: a table, and what a search found for the GPU at hand (triton_search.py).
+"""Tile sizes of the Triton kernels and how work is cut.
 
 The table is for Hopper and holds judgement, not measurements: the kernels have not run on a GPU yet.  Other chips take
-it as far as their shared memory goes.
+it as far as their shared memory goes.  What triton_search.py found for the GPU at hand goes before the table.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from magi_flex.kernels.triton_score import source_folder
 
 LARGEST_HEAD_DIM = 512
 DIRECTIONS = ("forward", "kv", "q")  # the forward kernel, the two of the backward
+LEAST_TILE = 16  # of a matrix product
+_MOST_SPLITS = 64
+_STEPS_OF_A_SPLIT = 4  # key steps that make a split worth its merging
 _HOPPER_SHARED_BYTES = 227 << 10
 
 
@@ -113,7 +116,32 @@ def _device_limit(index: int) -> int:
     return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
 
 
-# ---- what a search found -----------------------------------------------------------------------------------------------
+# ---- other sizes -----------------------------------------------------------------------------------------------------
+
+
+def padded(head_dim: int) -> int:
+    return max(LEAST_TILE, 1 << (head_dim - 1).bit_length())
+
+
+def packing(q_len: int, group: int, mask_heads: int, rows: int) -> tuple[int, int]:
+    """(rows of a tile, query heads in it): few queries share a tile with the other heads of their key head."""
+    if q_len >= rows:
+        return rows, 1
+    needed = 1 << (q_len - 1).bit_length()
+    pack = 1
+    while mask_heads == 1 and group % (2 * pack) == 0 and 2 * pack * needed <= rows:
+        pack *= 2
+    return min(rows, max(LEAST_TILE, needed * pack)), pack
+
+
+def split_count(programs: int, kv_len: int, keys: int, processors: int) -> int:
+    """How many programs share the keys of a row tile, so that few rows keep all multiprocessors busy."""
+    if 2 * programs > processors:
+        return 1
+    return max(1, min(2 * processors // programs, kv_len // (keys * _STEPS_OF_A_SPLIT), _MOST_SPLITS))
+
+
+# ---- what a search found ---------------------------------------------------------------------------------------------
 
 
 def key_of(direction: str, element_size: int, widest: int) -> str:

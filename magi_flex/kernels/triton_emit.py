@@ -365,6 +365,12 @@ def _sigmoid_backward(call: Call) -> tuple[str, torch.dtype]:
     return f"{grad} * (1.0 - {y}) * {y}", wide(call.dtype)
 
 
+@_rule("silu_backward")
+def _silu_backward(call: Call) -> tuple[str, torch.dtype]:
+    grad, x = call.operand(0), call.operand(1)
+    return f"{grad} * sigmoid({x}) * (1.0 + {x} * (1.0 - sigmoid({x})))", wide(call.dtype)
+
+
 @_rule("threshold_backward")
 def _threshold_backward(call: Call) -> tuple[str, torch.dtype]:
     grad, x, threshold = (call.operand(i) for i in range(3))

@@ -46,7 +46,11 @@ def mod_index(table, index, index_ok):
         return tl.load(table + index, mask=index_ok, other=0)
 
 
-@triton.jit
+# What changes from call to call: a kernel that knows more about it would be compiled again.
+VARYING = ["score_args", "d_args", "d_captures", "row_tiles", "col_tiles", "head_tiles", "q_len", "rows", "splits"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, out, lse, max_score,
     q_strides, k_strides, v_strides, out_strides, split_strides,
@@ -202,7 +206,7 @@ def visit_keys(
     return acc, total, top, passed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
     parts, part_lse, part_max, out, lse, max_score, out_strides, splits, rows, q_len, heads,
     V_DIM: tl.constexpr, E: tl.constexpr, M: tl.constexpr,

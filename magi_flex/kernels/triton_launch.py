@@ -17,20 +17,13 @@ from torch import Tensor
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionOutput, AttentionRequest, IndexMap
 from magi_flex.kernels.triton_backward import delta_kernel, kv_kernel, q_kernel
-from magi_flex.kernels.triton_configs import Tiles
+from magi_flex.kernels.triton_configs import Tiles, packing, padded, split_count
 from magi_flex.kernels.triton_forward import forward_kernel, merge_kernel
 from magi_flex.kernels.triton_schedule import schedule_for
 from magi_flex.kernels.triton_score import KernelScore
 from magi_flex.mask_plan import MaskPlan
 
-LEAST_TILE = 16  # of a matrix product
-_MOST_SPLITS = 64
-_STEPS_OF_A_SPLIT = 4  # key steps that make a split worth its merging
 _ROW_BYTES = 1 << 14  # of a block of rows in the kernels that only read and add
-
-
-def padded(head_dim: int) -> int:
-    return max(LEAST_TILE, 1 << (head_dim - 1).bit_length())
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -89,24 +82,6 @@ def _dims(request: AttentionRequest) -> dict[str, int]:
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
-
-
-def packing(q_len: int, group: int, mask_heads: int, rows: int) -> tuple[int, int]:
-    """(rows of a tile, query heads in it): few queries share a tile with the other heads of their key head."""
-    if q_len >= rows:
-        return rows, 1
-    needed = 1 << (q_len - 1).bit_length()
-    pack = 1
-    while mask_heads == 1 and group % (2 * pack) == 0 and 2 * pack * needed <= rows:
-        pack *= 2
-    return min(rows, max(LEAST_TILE, needed * pack)), pack
-
-
-def split_count(programs: int, kv_len: int, keys: int, processors: int) -> int:
-    """How many programs share the keys of a row tile, so that few rows keep all multiprocessors busy."""
-    if 2 * programs > processors:
-        return 1
-    return max(1, min(2 * processors // programs, kv_len // (keys * _STEPS_OF_A_SPLIT), _MOST_SPLITS))
 
 
 def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: Tiles) -> AttentionOutput:
