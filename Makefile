@@ -1,13 +1,14 @@
 # make demo   set up .venv and train a small model on real text (a few minutes on two cores)
 # make test   set up .venv with the test tools; lint, types, the CPU test suite
 # make bench  the CPU benchmarks; results go to benchmarks/results/
+# make gpu-check  on a machine with a GPU: tests/gpu and the GPU benchmarks within ten minutes, logs in build/gpu-check
 # make clean  remove .venv and caches
 #
 # Without an NVIDIA GPU torch is pinned to a release that is known to work on a CPU; with one it is the newest.
 # Choose another build of torch with any pip arguments:  make demo TORCH="torch==2.14.1"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo test lint types bench gpu-check clean
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -54,6 +55,9 @@ test: lint types
 
 bench: .venv/run.stamp
 	$(BIN)/python -m magi_flex bench
+
+gpu-check: .venv/test.stamp
+	$(BIN)/python -m benchmarks.gpu_check build/gpu-check
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

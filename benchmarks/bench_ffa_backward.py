@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.bench_ffa import MASKS, Work, bounds, cudnn, flash_attention_4
 from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels.ffa import FfaBackend
-from magi_flex.kernels.ffa_backward import backward_instance, launch_backward
+from magi_flex.kernels.ffa import FfaBackend, backward_instance
+from magi_flex.kernels.ffa_backward import launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.mask_plan import MaskPlan
@@ -56,7 +56,7 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, head_dim: int, sp
             instance, q, k, v, forward.out, forward.lse, d_out, None, plan.intervals, schedule, scale, *results
         )
 
-    chosen = plan_backward(plan, instance.rows, 1, heads, kv_heads, sms)
+    chosen = plan_backward(plan, instance.rows, instance.keys, 1, heads, kv_heads, sms)
     # Rows before heads, as flash-attention wants them; cuDNN takes any order.
     leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     by_head = [x.transpose(1, 2) for x in leaves]

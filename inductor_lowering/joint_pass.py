@@ -25,6 +25,7 @@ from inductor_lowering.torch_compat import (
     LSE,
     MAX_SCORE,
     HopCall,
+    rank_identity,
 )
 from inductor_lowering.translate import (
     Stock,
@@ -62,7 +63,7 @@ class JointPass(CustomGraphPass):
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
         if any(x is None for x in ids):
             return None
-        return ("magi_flex", self.source_hash, self.backend, torch.__version__, *ids)
+        return ("magi_flex", self.source_hash, self.backend, torch.__version__, rank_identity(), *ids)
 
     def __call__(self, graph: Graph) -> None:
         for earlier in self.before:

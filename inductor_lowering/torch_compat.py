@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Node
 
 FORWARD_HOP = torch.ops.higher_order.flex_attention
@@ -132,3 +133,14 @@ def item_access_as_index() -> Any:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+def rank_identity() -> tuple[Any, ...]:
+    """What tells this rank's graphs from those of other ranks, and of this rank in other runs.
+
+    Graphs over DTensors hold the names of process groups and sizes that depend on the rank.  The keys of AOTAutograd's
+    cache do not (pytorch/pytorch issue 188390): ranks that share a warm cache ran each other's graphs.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    return dist.get_rank(), *sorted(dist.distributed_c10d._world.pg_names.values())

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa_backward
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.ffa import FfaBackend
+from magi_flex.kernels.ffa import FfaBackend, backward_instance, gradient_q_instance
 from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import (
-    KEY_TILE,
     choose_heads,
     make_backward_schedule,
     plan_backward,
     tile_steps,
 )
 from magi_flex.kernels.request import Multiply, RequestFacts, ScoreStep, Softcap
+from magi_flex.kernels.route import explain_route
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
-from tests.test_ffa_build import HGMMA, LOAD_LOCAL, STORE_LOCAL, instructions
+from tests.test_ffa_build import HGMMA, LOAD_LOCAL, R2P, STORE_LOCAL, instructions
 
-ROWS = 64
+ROWS, KEYS = 64, 128
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")
 @pytest.mark.parametrize(
     "instance",
     [
-        BackwardInstance(torch.bfloat16, 128),
-        BackwardInstance(torch.float16, 128, wide=True, wide_out=True),
-        BackwardInstance(torch.float16, 64),
+        BackwardInstance(torch.bfloat16, 128, 128),
+        BackwardInstance(torch.bfloat16, 256, 256, 64, 64, False),
+        BackwardInstance(torch.float16, 128, 128, wide=True, wide_out=True),
+        BackwardInstance(torch.float16, 64, 64),
     ],
     ids=str,
 )
@@ -40,15 +43,14 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
     assert cubin.spill_bytes == 0
     assert cubin.warnings == []
     found = instructions(cubin.code, "ffa_backward")
-    scores, rows, keys = instance.head_dim // 16, instance.rows // 16, KEY_TILE // 16
+    scores, rows, keys = instance.head_dim // 16, instance.rows // 16, KEYS // 16
     # The first S; then in the loop dP, dV, dQ, dK and the next S.
-    assert found[HGMMA] == scores + (scores + rows + keys + rows + scores)
+    assert found[HGMMA] == scores + (scores + rows + (keys if instance.sum_dq else 0) + rows + scores)
     assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
 
 
 def test_parameters_have_the_sizes_that_the_source_asserts() -> None:
-    blocks = (ffa_backward._BACKWARD_PARAMS, ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)
-    assert [block.size for block in blocks] == [248, 128, 184]
+    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [128, 184]
 
 
 def random_plan(mask_batch: int, mask_heads: int) -> MaskPlan:
@@ -64,7 +66,7 @@ def test_schedule_has_every_key_tile_once_longest_first(mask_batch: int, mask_he
     plan = build_tile_plan(
         random_plan(mask_batch, mask_heads),
         ROWS,
-        KEY_TILE,
+        KEYS,
         transposed=True,
         ragged=ragged,
         run_align=8 if ragged else 1,
@@ -89,7 +91,7 @@ def test_steps_of_aligned_runs_are_no_more() -> None:
     row = torch.arange(len(end))
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     plan = MaskPlan(RowIntervals.build(starts.view(1, 1, 1, -1), row.view(1, 1, 1, -1) + 1, len(row)))
-    free, aligned = (build_tile_plan(plan, ROWS, KEY_TILE, transposed=True, ragged=True, run_align=n) for n in (1, 8))
+    free, aligned = (build_tile_plan(plan, ROWS, KEYS, transposed=True, ragged=True, run_align=n) for n in (1, 8))
     least = int(sum(x.sum() for x in free.steps()))
     assert int(tile_steps(aligned).sum()) <= 1.05 * least
     assert int(tile_steps(free).sum()) > int(tile_steps(aligned).sum())
@@ -107,24 +109,52 @@ def test_heads_of_an_item() -> None:
 
 
 def test_heads_with_masks_of_their_own_share_key_tiles() -> None:
-    schedule = plan_backward(random_plan(1, 4), ROWS, 2, 4, 2, 132)
+    schedule = plan_backward(random_plan(1, 4), ROWS, KEYS, 2, 4, 2, 132)
     begin = schedule.plan.tile_begin.view(4, -1)
-    assert (begin == begin[0]).all() and (begin[0] == torch.arange(0, 700, KEY_TILE)).all()
+    assert (begin == begin[0]).all() and (begin[0] == torch.arange(0, 700, KEYS)).all()
 
 
 def test_the_plan_must_have_key_tiles() -> None:
-    plan = build_tile_plan(random_plan(1, 1), ROWS, KEY_TILE)
+    plan = build_tile_plan(random_plan(1, 1), ROWS, KEYS)
     with pytest.raises(ValueError, match="transposed"):
         make_backward_schedule(plan, 1, 1)
 
 
-def test_what_the_backward_leaves_to_others() -> None:
-    def objections(dim: int, steps: tuple[type[ScoreStep], ...] = (), deterministic: bool = False) -> list[str]:
+def test_what_the_backward_leaves_to_others_until_it_has_run() -> None:
+    def reservations(dim: int, steps: tuple[type[ScoreStep], ...] = (), deterministic: bool = False) -> list[str]:
         device = torch.device("cuda")
         facts = RequestFacts(device, torch.bfloat16, dim, dim, 8, 8, steps, False, True, False, deterministic)
-        return FfaBackend().objections(facts)
+        assert FfaBackend().objections(facts) == []
+        assert FfaBackend().reservations(replace(facts, needs_backward=False)) == []
+        return FfaBackend().reservations(facts)
 
-    assert objections(128) == objections(128, (Multiply,)) == []
-    assert objections(192) == ["its backward serves head dims up to 128, not 192 and 192"]
-    assert objections(64, (Multiply, Softcap)) == ["the score steps Softcap are not in its backward"]
-    assert objections(64, deterministic=True) == ["its backward sums the gradients of q in no fixed order"]
+    assert reservations(128) == reservations(128, (Multiply,)) == []
+    assert reservations(192) == ["its backward with head dims 192 and 192"]
+    assert reservations(64, (Multiply, Softcap)) == ["its backward with score steps"]
+    assert reservations(64, deterministic=True) == ["its backward with a fixed order of sums"]
+
+
+def test_auto_does_not_take_what_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FfaBackend, "missing", lambda self, device: None)
+    facts = RequestFacts(torch.device("cuda"), torch.bfloat16, 256, 256, 8, 8, (), False, True, False)
+    reason = "its backward with head dims 256 and 256 has not run on a GPU yet, so it must be chosen by name"
+    assert dict(explain_route(facts))["ffa"][0].startswith(reason)
+    assert dict(explain_route(facts, "ffa"))["ffa"] == []
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")
+def test_gradient_of_q_uses_the_matrix_units_and_spills_nothing() -> None:
+    instance = gradient_q_instance(backward_instance(torch.bfloat16, 256, 256), 8, 1)
+    cubin = instance.compile()
+    assert (cubin.spill_bytes, cubin.warnings) == (0, [])
+    found = instructions(cubin.code, "ffa_gradient_q")
+    # In the loop S, dP and dQ.
+    assert found[HGMMA] == 2 * 256 // 16 + instance.kv_tile // 16
+    assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
+    assert found[R2P] > 0
+
+
+def test_work_is_not_split_over_heads_where_the_order_counts() -> None:
+    plan = random_plan(1, 1)
+    assert plan_backward(plan, ROWS, KEYS, 1, 8, 1, 132).heads < 8
+    assert plan_backward(plan, ROWS, KEYS, 1, 8, 1, 132, split=False).heads == 8

@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from magi_flex.distributed import context_mask
 from magi_flex.distributed.context_mask import ContextMask
@@ -27,41 +28,65 @@ from magi_flex.ops import provide_sharded_attention, stats_dtype
 
 _library = torch.library.Library("magi_flex", "FRAGMENT")  # noqa: TOR901
 
+_MESH_ARGS = "int[] mesh_ranks, int[] mesh_shape"
 _library.define(
-    "localize_handle(Tensor handle, SymInt batch, SymInt heads, str[] batch_groups, str[] head_groups) -> Tensor"
+    "localize_handle(Tensor handle, SymInt batch, SymInt heads, "
+    f"{_MESH_ARGS}, int[] batch_dims, int[] head_dims) -> Tensor"
 )
-_library.define("shard_offset(Tensor like, SymInt size, str[] groups) -> Tensor")
+_library.define(f"shard_offset(Tensor like, SymInt size, {_MESH_ARGS}, int[] mesh_dims) -> Tensor")
 
 
 # ---- batch and heads sharded too ------------------------------------------------------------------------------------
+# The ops get the mesh as numbers, not the names of its process groups: those differ from rank to rank, and ranks that
+# share a compile cache may run each other's graphs.
 
 
-def _shard_offset(size: int, group_names: Sequence[str]) -> int:
-    """First index of this rank's part of a dimension that DTensor cuts over each of the groups in turn."""
+def mesh_arguments(mesh: DeviceMesh) -> tuple[list[int], list[int]]:
+    """(mesh_ranks, mesh_shape) as the ops take them: the ranks in row-major order, none where they are 0, 1, 2, ..."""
+    with _disable_current_modes():  # the mesh has a real tensor, also where a graph is traced
+        ranks = mesh.mesh.flatten().tolist()
+    return ([] if ranks == list(range(len(ranks))) else ranks), list(mesh.shape)
+
+
+def _shard_offset(size: int, mesh_ranks: Sequence[int], mesh_shape: Sequence[int], mesh_dims: Sequence[int]) -> int:
+    """First index of this rank's part of a dimension that DTensor cuts over each of the mesh dimensions in turn."""
+    rank = dist.get_rank()
+    place = list(mesh_ranks).index(rank) if mesh_ranks else rank
+    coordinates = []
+    for extent in reversed(mesh_shape):
+        place, coordinate = divmod(place, extent)
+        coordinates.insert(0, coordinate)
     offset = 0
-    for name in group_names:
-        group = _resolve_process_group(name)
-        step = -(-size // group.size())
-        begin = min(size, group.rank() * step)
+    for dim in mesh_dims:
+        step = -(-size // mesh_shape[dim])
+        begin = min(size, coordinates[dim] * step)
         offset += begin
         size = min(size, begin + step) - begin
     return offset
 
 
 @torch.library.impl(_library, "shard_offset", "CompositeExplicitAutograd")
-def shard_offset(like: Tensor, size: int, groups: Sequence[str]) -> Tensor:
+def shard_offset(
+    like: Tensor, size: int, mesh_ranks: Sequence[int], mesh_shape: Sequence[int], mesh_dims: Sequence[int]
+) -> Tensor:
     """int64 ``[]`` on the device of ``like``: :func:`_shard_offset`, found when a graph runs."""
-    return torch.tensor(_shard_offset(size, groups), device=like.device)
+    return torch.tensor(_shard_offset(size, mesh_ranks, mesh_shape, mesh_dims), device=like.device)
 
 
 @torch.library.register_fake("magi_flex::shard_offset", lib=_library)
-def _(like, size, groups):  # type: ignore[no-untyped-def]
+def _(like, size, mesh_ranks, mesh_shape, mesh_dims):  # type: ignore[no-untyped-def]
     return torch.empty((), dtype=torch.int64, device=like.device)
 
 
 @torch.library.impl(_library, "localize_handle", "CompositeExplicitAutograd")
 def localize_handle(
-    handle: Tensor, batch: int, heads: int, batch_groups: Sequence[str], head_groups: Sequence[str]
+    handle: Tensor,
+    batch: int,
+    heads: int,
+    mesh_ranks: Sequence[int],
+    mesh_shape: Sequence[int],
+    batch_dims: Sequence[int],
+    head_dims: Sequence[int],
 ) -> Tensor:
     """A handle of the same mask that knows which batch entries and heads (of so many) this rank holds."""
     mask, _, _ = context_mask.find(handle)
@@ -72,11 +97,14 @@ def localize_handle(
             f"{heads}; they must be equal, or 1 in the mask (with attend_local no mask may depend on entries or heads "
             "that other ranks hold: give flex_attention DTensors)"
         )
-    return context_mask.new_handle(mask, _shard_offset(batch, batch_groups), _shard_offset(heads, head_groups))
+    offsets = (
+        _shard_offset(size, mesh_ranks, mesh_shape, dims) for size, dims in ((batch, batch_dims), (heads, head_dims))
+    )
+    return context_mask.new_handle(mask, *offsets)
 
 
 @torch.library.register_fake("magi_flex::localize_handle", lib=_library)
-def _(handle, batch, heads, batch_groups, head_groups):  # type: ignore[no-untyped-def]
+def _(handle, batch, heads, mesh_ranks, mesh_shape, batch_dims, head_dims):  # type: ignore[no-untyped-def]
     return torch.empty_like(handle)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from magi_flex.distributed.group_plan import GroupPlan
@@ -128,6 +129,10 @@ def _reduce_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         received = _cast(sent, *plan, in_rows, out_rows, group_name)
     return [g.to(dtype) for g, dtype in zip(received, ctx.dtypes, strict=True)], *[None] * 8
 
+
+# Where a rank has no rows Inductor would drop the op, and the other ranks would wait for it.
+for _op in (torch.ops.magi_flex.group_cast.default, torch.ops.magi_flex.group_reduce.default):
+    _register_effectful_op(_op, _EffectType.ORDERED)
 
 _cast.register_autograd(_cast_backward, setup_context=_save_plan)
 _reduce.register_autograd(_reduce_backward, setup_context=_save_plan)

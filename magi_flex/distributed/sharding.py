@@ -86,10 +86,9 @@ class Layout:
         """The mesh dimension that shares the sequence."""
         return next((i for i, placement in enumerate(self.q) if placement == Shard(SEQUENCE)), None)
 
-    def groups(self, tensor_dim: int) -> list[str]:
-        """Names of the process groups over which a dimension of q is sharded, in order."""
-        dims = [i for i, placement in enumerate(self.q) if placement == Shard(tensor_dim)]
-        return [self.mesh.get_group(i).group_name for i in dims]
+    def mesh_dims(self, tensor_dim: int) -> list[int]:
+        """The mesh dimensions over which a dimension of q is sharded, in order."""
+        return [i for i, placement in enumerate(self.q) if placement == Shard(tensor_dim)]
 
     def captured_grad(self) -> tuple[Placement, ...]:
         """Placements of a capture's gradient: the ranks that share the sequence have its sum already."""
@@ -136,7 +135,8 @@ def _local_mods(
     mask_captures = tuple(tree_map(_replicated, mask_captures))
     score_captures = tuple(tree_map(_replicated, score_captures))
     block_mask = tuple(tree_map(_replicated, block_mask[:-1])) + block_mask[-1:]
-    groups = layout.groups(BATCH), layout.groups(HEADS)
+    mesh = context_ops.mesh_arguments(layout.mesh)
+    shape, mesh_dims = q.shape[:2], (layout.mesh_dims(BATCH), layout.mesh_dims(HEADS))
     handle = next((i for i, x in enumerate(mask_captures) if is_shard_handle(x)), None)
     if layout.sequence_dim is not None:
         if handle is None:
@@ -149,7 +149,7 @@ def _local_mods(
                 "flex_attention over a sharded sequence needs our kernels: call magi_flex.enable(), or compile with "
                 'backend="magi_flex"'
             )
-        local = torch.ops.magi_flex.localize_handle(mask_captures[handle], q.shape[BATCH], q.shape[HEADS], *groups)
+        local = torch.ops.magi_flex.localize_handle(mask_captures[handle], *shape, *mesh, *mesh_dims)
         mask_captures = (*mask_captures[:handle], local, *mask_captures[handle + 1 :])
         return _LocalMods(block_mask, mask_captures, score_captures, ())
     if handle is not None:
@@ -157,12 +157,11 @@ def _local_mods(
             f"query: has placements {q.placements}, but the mask is a ContextParallel's; shard the sequence with "
             "ContextParallel.shard"
         )
-    if not groups[0] and not groups[1]:
+    if not any(mesh_dims):
         return _LocalMods(block_mask, mask_captures, score_captures, ())
-    shape = q.shape[BATCH], q.shape[HEADS]
     offsets = tuple(
-        torch.ops.magi_flex.shard_offset(q._local_tensor, size, names)
-        for size, names in zip(shape, groups, strict=True)
+        torch.ops.magi_flex.shard_offset(q._local_tensor, size, *mesh, dims)
+        for size, dims in zip(shape, mesh_dims, strict=True)
     )
     lists = BlockMaskArgs.of(block_mask).kv_num_blocks
     for dim in (BATCH, HEADS):
@@ -301,5 +300,3 @@ def _captured_grad(grad: Any, capture: Any, layout: Layout) -> Any:
         return _laid_out(_laid_out(whole, replicated), tuple(capture.placements))
     return _laid_out(whole, replicated)._local_tensor
 
-
-assert context_ops  # its ops are called above by name

@@ -141,7 +141,7 @@ class Nvcc:
                 "-Xptxas=-v",
                 f"-I{path.parent}",
                 f"-I{folder}",
-                *options,
+                *(option.replace(",", r"\,") for option in options),  # nvcc takes a comma for the next option
                 str(path),
                 "-o",
                 str(output),

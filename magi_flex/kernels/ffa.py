@@ -16,9 +16,11 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa_backward import MAX_HEAD_DIM, BackwardInstance, backward_instance, launch_backward
+from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
-from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward, multiprocessors
+from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
+from magi_flex.kernels.ffa_gradient_q import GradientQInstance
+from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
 from magi_flex.kernels.layout import empty_in_order, fill_order
@@ -65,6 +67,22 @@ _THREE_WARPGROUPS = {
     (192, 128): Tiles(64, 0, 3, 2, 3, True),
 }
 HEAD_DIMS = tuple(_TWO_WARPGROUPS)
+# The backward's own: (query rows of a step, keys of a tile, dq is summed beside dk and dv).
+_BACKWARD = {
+    (64, 64): (64, 128, True),
+    (128, 128): (64, 128, True),
+    (192, 128): (64, 64, False),
+    (192, 192): (64, 64, False),
+    (256, 256): (64, 64, False),
+}
+# Of the gradient_q kernel: (keys of a tile, buffers of K, buffers of V).
+_GRADIENT_Q = {
+    (64, 64): (128, 3, 2),
+    (128, 128): (96, 3, 2),
+    (192, 128): (64, 3, 3),
+    (192, 192): (64, 2, 2),
+    (256, 256): (64, 2, 1),
+}
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
@@ -99,17 +117,19 @@ class FfaBackend(Backend):
             found.append("gradients of what a score mod captures are not computed")
         if facts.has_bit_tiles:
             found.append("masks with bit tiles are not in the kernel")
-        if facts.needs_backward and max(facts.head_dim, facts.v_head_dim) > MAX_HEAD_DIM:
-            found.append(
-                f"its backward serves head dims up to {MAX_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}"
-            )
-        if facts.needs_backward and facts.score_steps is not None:
-            unknown = sorted({step.__name__ for step in facts.score_steps if step is not Multiply})
-            if unknown:
-                found.append(f"the score steps {', '.join(unknown)} are not in its backward")
-        if facts.needs_backward and facts.deterministic:
-            found.append("its backward sums the gradients of q in no fixed order")
         return found
+
+    def reservations(self, facts: RequestFacts) -> list[str]:
+        if not facts.needs_backward:
+            return []
+        found = []
+        if max(facts.head_dim, facts.v_head_dim) > 128:
+            found.append(f"head dims {facts.head_dim} and {facts.v_head_dim}")
+        if any(step is not Multiply for step in facts.score_steps or ()):
+            found.append("score steps")
+        if facts.deterministic:
+            found.append("a fixed order of sums")
+        return [f"its backward with {what}" for what in found]
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
@@ -149,6 +169,7 @@ class FfaBackend(Backend):
                 lse,
                 max_score,
                 score,
+                request.sm_margin,
             )
         return AttentionOutput(out, lse, max_score)
 
@@ -166,16 +187,23 @@ class FfaBackend(Backend):
             empty_in_order(x, x.shape, fill_order(x), dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)
         )
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
-        assert request.score.steps is not None
-        scale, steps = leading_factors(request.scale, request.score.steps)
-        assert not steps, "objections() turns other score steps away"
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        wide_out = out.dtype == torch.float32
-        instance = backward_instance(q.dtype, q.shape[3], v.shape[3], request.wide_results, wide_out)
+        assert request.score.steps is not None
+        scale, steps = leading_factors(request.scale, request.score.steps)
+        score = kernel_score(steps) if steps else None
+        kinds = score.kinds if score else ()
+        deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
+        instance = backward_instance(
+            q.dtype, q.shape[3], v.shape[3], request.wide_results, out.dtype == torch.float32, deterministic, kinds
+        )
         with torch.cuda.device(q.device):
+            gradient_q = None
+            if not instance.sum_dq:
+                of_q = gradient_q_instance(instance, q.shape[1] // k.shape[1], request.plan.starts.shape[1])
+                gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
             launch_backward(
                 instance,
                 tma_ready(q),
@@ -186,11 +214,14 @@ class FfaBackend(Backend):
                 tma_ready(d_out.to(q.dtype)),
                 None if d_lse is None else d_lse.float().contiguous(),
                 contiguous_intervals(request.plan),
-                backward_schedule(request, instance),
+                backward_schedule(request, instance, split=not deterministic),
                 scale,
                 dq,
                 dk,
                 dv,
+                score,
+                gradient_q,
+                request.sm_margin,
             )
         return gradients
 
@@ -239,7 +270,7 @@ def forward_instance(
         if busy_two > _GAIN_OF_THREE * busy_three:
             three = two
     *sizes, stage_out = three
-    pack = math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
+    pack = packed_heads(group, mask_heads)
     return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, score_steps)
 
 
@@ -248,7 +279,41 @@ def _busy(row_tiles: float) -> float:
     return row_tiles / math.ceil(row_tiles)
 
 
-def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
+def backward_instance(
+    dtype: torch.dtype,
+    head_dim: int,
+    v_dim: int,
+    wide: bool = False,
+    wide_out: bool = False,
+    deterministic: bool = False,
+    score_steps: tuple[str, ...] = (),
+) -> BackwardInstance:
+    """The variant for these head dims.
+
+    Args:
+        wide: dq, dk and dv in float32.
+        wide_out: the output that is given is float32.
+        deterministic: sums in a fixed order.
+    """
+    pair = next((pair for pair in _BACKWARD if head_dim <= pair[0] and v_dim <= pair[1]), None)
+    assert pair is not None, "objections() turns other head dims away"
+    rows, keys, sum_dq = _BACKWARD[pair]
+    return BackwardInstance(dtype, *pair, rows, keys, sum_dq and not deterministic, wide, wide_out, score_steps)
+
+
+def gradient_q_instance(instance: BackwardInstance, group: int, mask_heads: int) -> GradientQInstance:
+    """The variant that makes dq where ``instance`` does not."""
+    dims = (instance.head_dim, instance.v_dim)
+    pack = packed_heads(group, mask_heads)
+    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, instance.wide, instance.score_steps)
+
+
+def packed_heads(group: int, mask_heads: int) -> int:
+    """Query heads in a row tile: some of a group, where they share the mask."""
+    return math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
+
+
+def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstance) -> Schedule:
     """Row tiles of ``plan`` for ``instance``, kept as long as the plan's tensors are."""
     sizes = (instance.q_tile, instance.kv_tile)
 
@@ -258,16 +323,16 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance) -> Schedule:
     return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
 
 
-def backward_schedule(request: AttentionRequest, instance: BackwardInstance) -> BackwardSchedule:
+def backward_schedule(request: AttentionRequest, instance: BackwardInstance, split: bool = True) -> BackwardSchedule:
     """Key tiles of the request's plan, kept as long as the plan's tensors are."""
     batch, heads = request.q.shape[:2]
-    sizes = (instance.rows, batch, heads, request.k.shape[1])
+    sizes = (instance.rows, instance.keys, batch, heads, request.k.shape[1])
     processors = multiprocessors(request.q.device.index)
 
     def build() -> BackwardSchedule:
-        return plan_backward(request.plan, *sizes, processors)
+        return plan_backward(request.plan, *sizes, processors, split)
 
-    return derived(request.plan, ("ffa backward", *sizes), build)
+    return derived(request.plan, ("ffa backward", *sizes, split), build)
 
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:

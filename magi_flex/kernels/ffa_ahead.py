@@ -2,7 +2,8 @@
 
     python -m magi_flex.kernels.ffa_ahead [--jobs 4] [--groups 1,8]
 
-No GPU is needed.  What is not built ahead (score mods, float32 results, other group sizes) is compiled at first use.
+No GPU is needed.  What is not built ahead (score mods, float32 results, fixed order of sums, other group sizes) is
+compiled at first use.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from magi_flex.kernels.cuda_build import cache_directory, find_compiler
-from magi_flex.kernels.ffa import HEAD_DIMS, forward_instance
-from magi_flex.kernels.ffa_backward import MAX_HEAD_DIM, BackwardInstance, backward_instance
+from magi_flex.kernels.ffa import HEAD_DIMS, backward_instance, forward_instance, gradient_q_instance
+from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_forward import ForwardInstance
+from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 
 FEW_ROWS = 1  # for the variant with small row tiles; None: the one with large ones
 
@@ -33,9 +35,15 @@ def forward_instances(groups: Sequence[int]) -> list[ForwardInstance]:
 
 
 def backward_instances() -> list[BackwardInstance]:
-    """Every head dim that the backward serves, bfloat16 and float16; they serve every group and mask."""
+    """Every head dim, bfloat16 and float16; they serve every group and mask."""
     options = itertools.product((torch.bfloat16, torch.float16), HEAD_DIMS)
-    return list(dict.fromkeys(backward_instance(dtype, *dims) for dtype, dims in options if max(dims) <= MAX_HEAD_DIM))
+    return list(dict.fromkeys(backward_instance(dtype, *dims) for dtype, dims in options))
+
+
+def gradient_q_instances(groups: Sequence[int]) -> list[GradientQInstance]:
+    """What the backward instances that do not sum dq need beside them, for a mask for all heads."""
+    wanted = [(instance, group) for instance in backward_instances() if not instance.sum_dq for group in groups]
+    return list(dict.fromkeys(gradient_q_instance(instance, group, 1) for instance, group in wanted))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,9 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time")
     parser.add_argument("--groups", default="1,8", help="query heads a key/value head, comma separated")
     options = parser.parse_args(arguments)
-    instances: list[ForwardInstance | BackwardInstance] = [
-        *forward_instances([int(group) for group in options.groups.split(",")]),
+    groups = [int(group) for group in options.groups.split(",")]
+    instances: list[ForwardInstance | BackwardInstance | GradientQInstance] = [
+        *forward_instances(groups),
         *backward_instances(),
+        *gradient_q_instances(groups),
     ]
     start = time.perf_counter()
     find_compiler()

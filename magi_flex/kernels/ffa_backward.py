@@ -1,4 +1,4 @@
-"""Launching the Hopper backward kernels (``csrc/cuda/ffa/backward.cu``).
+"""Launching the Hopper backward kernels (``csrc/cuda/ffa/backward.cu``, ``gradient_q.cu``).
 
 Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D query/key head dim, E value head dim,
 N key tiles over all mask batch entries and mask heads.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import struct
-import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,17 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_backward_schedule import KEY_TILE, BackwardSchedule
-from magi_flex.kernels.ffa_forward import LOG2_E, multiprocessors
+from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
+from magi_flex.kernels.ffa_gradient_q import GradientQInstance, launch_gradient_q
+from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_schedule import Schedule
+from magi_flex.kernels.ffa_score import STEP, KernelScore
 
-MAX_HEAD_DIM = 128
-# BackwardParams of the kernel after its four tensor maps, PrepareParams and FinishParams.
-_BACKWARD_PARAMS = struct.Struct("<10Q6i6Q6qQ8i2f")
+# BackwardParams of the kernel between its four tensor maps and the score steps, PrepareParams and FinishParams.
+_BACKWARD_PARAMS = "<10Q6i6Q6qQ8i3f4x"
 _PREPARE_PARAMS = struct.Struct("<8Q6q4i")
 _FINISH_PARAMS = struct.Struct("<2Q3q4ifi3Q6q3Q5i4x")
-_THREADS, _CONVERT_THREADS, _CONVERT_ROWS = 384, 256, 32
+_MAPS, _THREADS, _CONVERT_THREADS, _CONVERT_ROWS = 4, 384, 256, 32
 # 50 MB on an H100, 60 MB on an H200; what is visited at a time is less than what a section holds.
 _L2_BYTES = 64 << 20
 
@@ -35,37 +37,53 @@ class BackwardInstance:
     """One compiled variant of the kernels.
 
     Attributes:
-        head_dim: compiled size of D and E, 64 or 128 (the tensors' may be smaller: reads beyond them give zeros).
+        head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
         rows: query rows of a step.
+        keys: of a key tile: 128, or 64 where the head is too wide for that.
+        sum_dq: dq is summed (in no fixed order) beside dk and dv; else the gradient_q kernel makes it.
         wide: dq, dk and dv are float32.
         wide_out: the output that is given is float32.
+        score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
     """
 
     dtype: torch.dtype
     head_dim: int
+    v_dim: int
     rows: int = 64
+    keys: int = 128
+    sum_dq: bool = True
     wide: bool = False
     wide_out: bool = False
+    score_steps: tuple[str, ...] = ()
 
     def defines(self) -> dict[str, object]:
         return {
-            "FFA_DTYPE": "bf16" if self.dtype == torch.bfloat16 else "fp16",
+            "FFA_DTYPE": kernel_dtype(self.dtype),
             "FFA_HEAD_DIM": self.head_dim,
+            "FFA_V_DIM": self.v_dim,
             "FFA_ROWS": self.rows,
+            "FFA_KEYS": self.keys,
+            "FFA_SUM_DQ": self.sum_dq,
             "FFA_WIDE": self.wide,
             "FFA_WIDE_OUT": self.wide_out,
+            "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
+            "FFA_SCORE_STEPS": step_list(self.score_steps),
         }
+
+    def params(self) -> struct.Struct:
+        """The backward kernel's parameters behind its tensor maps."""
+        return struct.Struct(_BACKWARD_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
         return compile_cubin("ffa/backward.cu", self.defines())
 
 
-def backward_instance(
-    dtype: torch.dtype, head_dim: int, v_dim: int, wide: bool = False, wide_out: bool = False
-) -> BackwardInstance:
-    """The variant for these head dims, both at most MAX_HEAD_DIM."""
-    return BackwardInstance(dtype, 64 if max(head_dim, v_dim) <= 64 else 128, wide=wide, wide_out=wide_out)
+class GradientQ(NamedTuple):
+    """The kernel that makes dq where the backward's own does not (``not BackwardInstance.sum_dq``)."""
+
+    instance: GradientQInstance
+    schedule: Schedule
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,38 +101,20 @@ def load_kernels(
 
 
 class _Launcher:
-    """What a launch needs that does not depend on addresses and masks; belongs to one thread."""
-
     def __init__(self, instance: BackwardInstance, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> None:
         self.prepare_kernel, self.backward_kernel, self.finish_kernel = load_kernels(instance, q.device.index)
         self.multiprocessors = multiprocessors(q.device.index)
+        self.no_steps = () if instance.score_steps else (0,) * 7
         self.prepare = cuda_driver.ParameterBlock(0, _PREPARE_PARAMS)
-        self.backward = cuda_driver.ParameterBlock(4, _BACKWARD_PARAMS)
+        self.backward = cuda_driver.ParameterBlock(_MAPS, instance.params())
         self.finish = cuda_driver.ParameterBlock(0, _FINISH_PARAMS)
         by_row = (3, 2, 1, 0)  # head dim, row, head, batch
-        rows = (instance.rows, KEY_TILE, KEY_TILE, instance.rows)
+        rows = (instance.rows, instance.keys, instance.keys, instance.rows)
         for index, (x, height) in enumerate(zip((q, k, v, d_out), rows, strict=True)):
             self.backward.set_map(index, cuda_driver.tensor_map(x, by_row, (64, height, 1, 1), 128))
 
 
-class _Launchers(threading.local):
-    """Launchers by geometry, for each thread its own (a launch writes into the launcher's parameter blocks)."""
-
-    def __init__(self) -> None:
-        self.by_geometry: dict[tuple, _Launcher] = {}
-
-    def get(self, instance: BackwardInstance, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> _Launcher:
-        tensors = (q, k, v, d_out)
-        geometry = (instance, q.device.index, *(x.shape for x in tensors), *(x.stride() for x in tensors))
-        launcher = self.by_geometry.get(geometry)
-        if launcher is None:
-            if len(self.by_geometry) >= 1024:
-                self.by_geometry.clear()
-            launcher = self.by_geometry[geometry] = _Launcher(instance, *tensors)
-        return launcher
-
-
-_launchers = _Launchers()
+_launchers = LauncherCache(_Launcher)
 
 
 def launch_backward(
@@ -132,14 +132,17 @@ def launch_backward(
     dq_BHQD: Tensor,
     dk_BGKD: Tensor,
     dv_BGKE: Tensor,
+    score: KernelScore | None = None,
+    gradient_q: GradientQ | None = None,
     sm_margin: int = 0,
 ) -> None:
     """Fill ``dq``, ``dk`` and ``dv`` on the current stream.
 
     All inputs are on the current device, ready for TMA (:func:`cuda_driver.is_tma_ready`) and not empty; head dims are
-    multiples of 8 and at most ``instance.head_dim``; ``lse`` (log2 domain) and ``d_lse`` are contiguous float32; the
-    interval tables are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for
-    ``instance.rows``.  ``sm_margin`` multiprocessors are left to others.
+    multiples of 8 and at most the instance's; ``lse`` (log2 domain) and ``d_lse`` are contiguous float32; the interval
+    tables are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for the
+    instance's ``rows`` and ``keys``; ``score`` has the instance's steps; ``gradient_q`` is given unless the instance
+    sums dq.  ``sm_margin`` multiprocessors are left to others.
 
     Raises ValueError where there are 2^31 or more query rows, counted over batch entries and heads.
     """
@@ -156,26 +159,28 @@ def launch_backward(
         )
     launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    # One allocation: dQ sums, shifts, deltas, work counter; then sums of dK and dV where several items share them.
     plan, entries = schedule.plan, schedule.entries.shape[0]
     parts = heads // kv_heads // schedule.heads
     tiles = plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1)
     key_blocks = 0
     if parts > 1:
         key_blocks = tiles * kv_heads * (batch if mask_heads > 1 or mask_batch == 1 else 1)
-    row_floats = head_rows * (instance.head_dim + 2) + 4
-    scratch = torch.empty(
-        row_floats + key_blocks * 2 * KEY_TILE * instance.head_dim, dtype=torch.float32, device=device
-    )
-    dq_sums = scratch.data_ptr()
-    row_shift = dq_sums + 4 * head_rows * instance.head_dim
+    # One allocation: shifts, deltas, work counter, dQ sums; then sums of dK and dV where several items share them.
+    dq_floats = head_rows * instance.head_dim if instance.sum_dq else 0
+    row_floats = 2 * head_rows + 4 + dq_floats
+    block_floats = instance.keys * (instance.head_dim + instance.v_dim)
+    scratch = torch.empty(row_floats + key_blocks * block_floats, dtype=torch.float32, device=device)
+    row_shift = scratch.data_ptr()
     row_delta = row_shift + 4 * head_rows
     work_counter = row_delta + 4 * head_rows
+    dq_sums = work_counter + 16 if instance.sum_dq else 0
     dkv_sums = 0
     if key_blocks:
-        dkv_sums = dq_sums + 4 * row_floats
+        dkv_sums = row_shift + 4 * row_floats
         cuda_driver.fill_zero(scratch[row_floats:], stream)
     row_blocks = head_rows // _CONVERT_ROWS
+    gradient_scale = scale * (score.factor if score else 1.0)
+    scales = (gradient_scale, LOG2_E if score else scale * LOG2_E, scale)
 
     launcher.prepare.set_rest(
         out_BHQE.data_ptr(),
@@ -199,7 +204,8 @@ def launch_backward(
         launcher.backward.move_map(index, x.data_ptr())
     replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
     # An item visits one query head at a time: Q, dO and the float32 sums of dQ.
-    section = min(replicas, max(1, _L2_BYTES // (q_len * instance.head_dim * 8)))
+    visited = 2 * (instance.head_dim + instance.v_dim) + (4 * instance.head_dim if instance.sum_dq else 0)
+    section = min(replicas, max(1, _L2_BYTES // (q_len * visited)))
     plan_pointers = (plan.head_ptr.data_ptr(), plan.tile_begin.data_ptr(), plan.tile_end.data_ptr())
     dkv_targets = (dk_BGKD.data_ptr(), dv_BGKE.data_ptr(), *dk_BGKD.stride()[:3], *dv_BGKE.stride()[:3])
     launcher.backward.set_rest(
@@ -231,12 +237,32 @@ def launch_backward(
         head_dim,
         v_dim,
         tiles,
-        scale,
-        scale * LOG2_E,
+        *scales,
+        *(score.values if score else launcher.no_steps),
     )
     grid = min(entries * replicas, max(1, launcher.multiprocessors - sm_margin))
     launcher.backward_kernel.launch(grid, _THREADS, launcher.backward, stream)
 
+    if gradient_q is not None:
+        launch_gradient_q(
+            gradient_q.instance,
+            q_BHQD,
+            k_BGKD,
+            v_BGKE,
+            d_out_BHQE,
+            row_shift,
+            row_delta,
+            padded_rows,
+            intervals,
+            gradient_q.schedule,
+            scales,
+            dq_BHQD,
+            score.values if score else (),
+            sm_margin,
+        )
+    dq_blocks = row_blocks if instance.sum_dq else 0
+    if dq_blocks + key_blocks == 0:
+        return
     launcher.finish.set_rest(
         dq_sums,
         dq_BHQD.data_ptr(),
@@ -245,8 +271,8 @@ def launch_backward(
         q_len,
         padded_rows,
         head_dim,
-        scale,
-        row_blocks,
+        gradient_scale,
+        dq_blocks,
         dkv_sums,
         *dkv_targets,
         *plan_pointers,
@@ -256,4 +282,4 @@ def launch_backward(
         mask_heads,
         v_dim,
     )
-    launcher.finish_kernel.launch(row_blocks + 2 * key_blocks, _CONVERT_THREADS, launcher.finish, stream)
+    launcher.finish_kernel.launch(dq_blocks + 2 * key_blocks, _CONVERT_THREADS, launcher.finish, stream)

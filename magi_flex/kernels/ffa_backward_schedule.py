@@ -14,7 +14,6 @@ from torch import Tensor
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 
-KEY_TILE = 128
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
 # Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
 # converting the sums of a key tile whose dK and dV are summed in memory; what longest-first order leaves at the end, of
@@ -44,23 +43,24 @@ class BackwardSchedule:
 
 
 def plan_backward(
-    plan: MaskPlan, rows: int, batch: int, heads: int, kv_heads: int, processors: int
+    plan: MaskPlan, rows: int, keys: int, batch: int, heads: int, kv_heads: int, processors: int, split: bool = True
 ) -> BackwardSchedule:
-    """The schedule of a backward pass with ``rows`` query rows a step.
+    """The schedule of a backward pass with ``rows`` query rows a step and ``keys`` keys a tile.
 
     Args:
         plan: the mask.
         batch, heads, kv_heads: of q and k.
         processors: multiprocessors that share the work.
+        split: an item may walk some of a group's heads only (the parts of dK and dV are then summed in no fixed order).
     """
     group = heads // kv_heads
     mask_batch, mask_heads = plan.starts.shape[:2]
     # Heads that share a key/value head also share its key tiles, which only the fixed grid promises between masks.
     ragged = mask_heads == 1 or group == 1
-    tiles = build_tile_plan(plan, rows, KEY_TILE, transposed=True, ragged=ragged, run_align=ROW_GROUP)
+    tiles = build_tile_plan(plan, rows, keys, transposed=True, ragged=ragged, run_align=ROW_GROUP)
     copies = (heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-    split = choose_heads(tile_steps(tiles), copies, group, processors)
-    return make_backward_schedule(tiles, mask_heads, split)
+    walked = choose_heads(tile_steps(tiles), copies, group, processors) if split else group
+    return make_backward_schedule(tiles, mask_heads, walked)
 
 
 def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> int:

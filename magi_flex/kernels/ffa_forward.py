@@ -6,9 +6,7 @@ Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D
 from __future__ import annotations
 
 import functools
-import math
 import struct
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +15,10 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
+from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors, step_list
 from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import STEP, KernelScore
 
-LOG2_E = math.log2(math.e)
 # ForwardParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q2f12i"
 _MAPS = 4
@@ -67,7 +65,7 @@ class ForwardInstance:
 
     def defines(self) -> dict[str, object]:
         return {
-            "FFA_DTYPE": "bf16" if self.dtype == torch.bfloat16 else "fp16",
+            "FFA_DTYPE": kernel_dtype(self.dtype),
             "FFA_HEAD_DIM": self.head_dim,
             "FFA_V_DIM": self.v_dim,
             "FFA_KV_TILE": self.kv_tile,
@@ -79,7 +77,7 @@ class ForwardInstance:
             "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": ",".join(f"ScoreStep::{kind}" for kind in self.score_steps or ("none",)),
+            "FFA_SCORE_STEPS": step_list(self.score_steps),
         }
 
     def params(self) -> struct.Struct:
@@ -102,14 +100,7 @@ def swizzle_bytes(columns: int) -> int:
     return 128 if columns % 64 == 0 else 64 if columns % 32 == 0 else 32
 
 
-@functools.lru_cache(maxsize=16)
-def multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 class _Launcher:
-    """What a launch needs that does not depend on addresses and masks; belongs to one thread."""
-
     def __init__(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         self.kernel = load_kernel(instance, q.device.index)
         self.multiprocessors = multiprocessors(q.device.index)
@@ -131,24 +122,7 @@ class _Launcher:
             self.params.set_map(index, cuda_driver.tensor_map(*box))
 
 
-class _Launchers(threading.local):
-    """Launchers by geometry, for each thread its own (a launch writes into the launcher's parameter block)."""
-
-    def __init__(self) -> None:
-        self.by_geometry: dict[tuple, _Launcher] = {}
-
-    def get(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> _Launcher:
-        tensors = (q, k, v, out)
-        geometry = (instance, q.device.index, *(x.shape for x in tensors), *(x.stride() for x in tensors))
-        launcher = self.by_geometry.get(geometry)
-        if launcher is None:
-            if len(self.by_geometry) >= 1024:
-                self.by_geometry.clear()
-            launcher = self.by_geometry[geometry] = _Launcher(instance, *tensors)
-        return launcher
-
-
-_launchers = _Launchers()
+_launchers = LauncherCache(_Launcher)
 
 
 def launch_forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ class KernelScore:
     kinds: of each step, names of the kernel's ``ScoreStep``.
     values: the fields of each step's parameters, one after the other.
     tables: what the values point into, to be kept until the launch.
+    factor: product of the constant factors among the steps (the kernels leave it out of the derivative).
     """
 
     kinds: tuple[str, ...]
     values: tuple[int | float, ...]
     tables: tuple[Tensor, ...]
+    factor: float = 1.0
 
 
 def kernel_score(steps: Sequence[ScoreStep]) -> KernelScore:
@@ -52,4 +55,5 @@ def kernel_score(steps: Sequence[ScoreStep]) -> KernelScore:
                 kind, address = _BIAS_KINDS[table.dtype], table.data_ptr() + offset * table.element_size()
         kinds.append(kind)
         values += [value, inverse, address, *strides]
-    return KernelScore(tuple(kinds), tuple(values), tuple(tables))
+    factor = math.prod(step.factor for step in steps if isinstance(step, Multiply))
+    return KernelScore(tuple(kinds), tuple(values), tuple(tables), factor)

@@ -103,6 +103,7 @@ class AttentionRequest:
     score: ScoreProgram = field(default_factory=ScoreProgram)
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
+    sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,10 @@ class Backend:
     def objections(self, facts: RequestFacts) -> list[str]:
         """Reasons why it does not serve such a request; empty where it does."""
         raise NotImplementedError
+
+    def reservations(self, facts: RequestFacts) -> list[str]:
+        """What of this request has not run yet on the hardware that it is for, so that ``auto`` leaves it to others."""
+        return []
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError

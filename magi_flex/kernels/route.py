@@ -46,8 +46,12 @@ def backend_names() -> list[str]:
 def reservation(name: str) -> str | None:
     """Why ``auto`` passes a backend over whatever it serves, or None."""
     if any(entry.experimental for entry in BACKENDS if entry.name == name):
-        return f"has not run on a GPU yet, so it must be chosen by name (backend={name!r})"
+        return _reserved("", name)
     return None
+
+
+def _reserved(what: str, name: str) -> str:
+    return f"{what} has not run on a GPU yet, so it must be chosen by name (backend={name!r})".lstrip()
 
 
 def check_choice(choice: str) -> str:
@@ -73,7 +77,8 @@ def load(name: str) -> Backend | str:
 def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, list[str]]]:
     """Every backend, fastest first, with the reasons why it does not serve such a request (none: it does).
 
-    A reservation (see :func:`reservation`) is a reason unless ``choice`` names the backend.
+    A reservation (see :func:`reservation` and :meth:`Backend.reservations`) is a reason unless ``choice`` names the
+    backend.
     """
     table = []
     for name in backend_names():
@@ -83,8 +88,12 @@ def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, li
             continue
         missing = backend.missing(facts.device)
         reasons = [missing] if missing else backend.objections(facts)
-        reserved = reservation(name) if choice != name else None
-        table.append((name, [reserved, *reasons] if reserved else reasons))
+        if choice != name:
+            reserved = reservation(name)
+            reasons = [*([reserved] if reserved else []), *reasons]
+            if not missing:
+                reasons += [_reserved(what, name) for what in backend.reservations(facts)]
+        table.append((name, reasons))
     return table
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_train_context_parallel() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "examples" / "train_context_parallel.py"), "--compare-one-rank", "--steps", "3"]
-    command += ["--seq-len", "257", "--layers", "2", "--dim", "32", "--q-heads", "4", "--kv-heads", "2"]
+    command += ["--seq-len", "129", "--layers", "1", "--dim", "32", "--q-heads", "4", "--kv-heads", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command,

@@ -14,6 +14,7 @@ from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.group_collective import group_cast, group_reduce, verify_group_plan
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.key_ranges import needed_ranges
+from magi_flex.distributed.sequence import roll_plan
 from magi_flex.intervals import RowIntervals
 from tests.distributed.world import World
 
@@ -180,6 +181,18 @@ def check_compiled(group: dist.ProcessGroup) -> None:
     assert counter.frame_count == frames <= 3, counter.frame_count
 
 
+def check_compiled_without_rows(group: dist.ProcessGroup) -> None:
+    """A rank that has no rows still takes part."""
+    torch._dynamo.reset()
+    dispatch = Dispatch.contiguous(2, [2, 0])
+    plan = roll_plan(dispatch, group.rank(), 1)
+    x = torch.arange(2.0 * (group.rank() == 0)).add(1).requires_grad_()
+    out = torch.compile(lambda x: group_cast([x * 2], plan, group)[0] * 3, fullgraph=True)(x)
+    out.sum().backward()
+    torch.testing.assert_close(out, 6 * x.roll(1, 0))
+    torch.testing.assert_close(x.grad, torch.full_like(x, 6))
+
+
 def check_faults(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     plan = GroupPlan.from_splits([2], [[1 - rank]], [2], [1 - rank], 2)
@@ -207,6 +220,10 @@ def test_gradients(world: World, ranks: int, per_node: int) -> None:
 
 def test_compiled(world: World) -> None:
     world.run(check_compiled, 2)
+
+
+def test_compiled_without_rows(world: World) -> None:
+    world.run(check_compiled_without_rows, 2)
 
 
 def test_faults(world: World) -> None:

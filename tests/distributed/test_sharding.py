@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +97,33 @@ def check_batch_and_heads(group: dist.ProcessGroup, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batch_and_heads(world: World, compiled: bool) -> None:
     world.run(check_batch_and_heads, 4, compiled)
+
+
+def check_shared_cache(group: dist.ProcessGroup, folder: str) -> None:
+    """Names of process groups differ between ranks, and ranks on one host share Inductor's folder."""
+    magi_flex.enable()
+    device_mesh = mesh(2, 2, names=("dp", "tp"))
+    x = operands(kv_heads=1)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    expected = dense_attention_with_gradients(*x, mask_BHQK=mask[None, None])
+    block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, LENGTH, LENGTH, device="cpu")
+    cache = mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder)
+    for _ in range(2):
+        torch._dynamo.reset()
+        leaves = [
+            distribute_tensor(t, device_mesh, [Shard(0), Replicate() if i else Shard(1)]).detach().requires_grad_()
+            for i, t in enumerate(x[:3])
+        ]
+        with cache:
+            attend = torch.compile(flex_attention, fullgraph=True)
+            out = attend(*leaves, block_mask=block_mask, enable_gqa=True)
+            out.backward(distribute_tensor(x[3], device_mesh, out.placements))
+        check(out, leaves, expected, DTensor.full_tensor)
+        dist.barrier(group)
+
+
+def test_ranks_that_share_a_compile_cache(world: World, tmp_path: Path) -> None:
+    world.run(check_shared_cache, 4, str(tmp_path))
 
 
 def place(cp: ContextParallel, x: Tensor, over: dict[int, int]) -> DTensor:

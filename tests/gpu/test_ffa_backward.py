@@ -12,12 +12,13 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa_backward
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_backward import BackwardInstance, launch_backward
-from magi_flex.kernels.ffa_backward_schedule import KEY_TILE, make_backward_schedule, plan_backward
+from magi_flex.kernels.ffa_backward_schedule import make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionGradients, AttentionRequest, Multiply, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
 from tests.cases.masks import MASKS, make_mask
 from tests.cases.reference import assert_within_factor, dense_attention, dense_attention_with_gradients
+from tests.cases.score_steps import step_programs, steps_mod
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -94,7 +95,22 @@ def test_every_length(length: int) -> None:
         check(AttentionRequest(q, k, v, plan, 0.1), dense.cuda(), d_out)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (56, 64), (96, 96), (128, 128), (72, 120), (128, 64), (8, 8)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (64, 64),
+        (56, 64),
+        (96, 96),
+        (128, 128),
+        (72, 120),
+        (128, 64),
+        (8, 8),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+        (200, 8),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     dense = make_mask("prefix_lm_in_documents", 515).dense()
@@ -102,6 +118,55 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     for group, wide in ((1, False), (4, True), (6, False)):
         q, k, v, d_out = inputs((2, 2 * group, 2, 515, 515, *dims), dtype, seed=group)
         check(AttentionRequest(q, k, v, plan, dims[0] ** -0.5, wide_results=wide), dense.cuda(), d_out)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+@pytest.mark.parametrize("name", ["full", "causal", "document_causal", "query_and_key_padding"])
+def test_wide_heads(name: str, dims: tuple[int, int]) -> None:
+    for length in (129, 1025):
+        case = make_mask(name, length)
+        dense = case.dense()
+        q, k, v, d_out = inputs((max(2, case.batch), 8, 2, length, length, *dims), seed=length)
+        plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+        check(AttentionRequest(q, k, v, plan, 0.07), dense.cuda(), d_out)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_fixed_order_of_sums(dims: tuple[int, int]) -> None:
+    for name, kv_heads in (("causal", 2), ("document_causal", 8), ("sink_and_window", 1)):
+        length = 1025
+        case = make_mask(name, length)
+        dense = case.dense()
+        q, k, v, d_out = inputs((max(2, case.batch), 8, kv_heads, length, length, *dims))
+        plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+        request = AttentionRequest(q, k, v, plan, 0.07, deterministic=True)
+        first = check(request, dense.cuda(), d_out)
+        exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense.cuda(), scale=0.07)
+        for _ in range(10):
+            again = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
+            assert all(torch.equal(getattr(first, n), getattr(again, n)) for n in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_score_steps(head_dim: int, deterministic: bool) -> None:
+    batch, kv_heads, group, q_len, kv_len = 2, 2, 4, 150, 291
+    heads = kv_heads * group
+    dense = make_mask("sink_and_window", q_len, kv_len).dense()
+    plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim))
+    on_cpu = [x.cpu() for x in (q, k, v, d_out)]
+    for steps in step_programs(batch, heads, q_len, kv_len, "cuda").values():
+        request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps), deterministic)
+        exact, rounded = (
+            dense_attention_with_gradients(*on_cpu, None, dense, steps_mod(steps), (), 0.2, dtype)
+            for dtype in (torch.float64, q.dtype)
+        )
+        poison()
+        out, lse = exact.out.to(q.dtype).cuda(), exact.lse.float().cuda()
+        result = FfaBackend().backward(request, out, lse, d_out, None)
+        for name in ("dq", "dk", "dv"):
+            assert_within_factor(getattr(result, name).cpu(), getattr(rounded, name), getattr(exact, name), floor=2e-3)
 
 
 def test_layouts_and_scales() -> None:
@@ -174,7 +239,7 @@ def test_every_way_to_split_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of 1 to all heads of a group, sections that do and do not divide the replicas, runs that begin anywhere."""
     length, batch, heads, kv_heads = 515, 3, 8, 2
     q, k, v, d_out = inputs((batch, heads, kv_heads, length, length, 128, 128))
-    instance = BackwardInstance(q.dtype, 128)
+    instance = BackwardInstance(q.dtype, 128, 128)
     for mask_batch, mask_heads, ragged, run_align in (
         (1, 1, True, 1), (1, 1, True, 8), (3, 1, True, 8), (3, 1, False, 1), (1, 8, False, 1), (3, 8, False, 1)
     ):  # fmt: skip
@@ -182,7 +247,7 @@ def test_every_way_to_split_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
         dense = torch.cat(masks, 1).view(mask_batch, mask_heads, length, length).cuda()
         plan = MaskPlan(RowIntervals.from_dense(dense))
         exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
-        tiles = build_tile_plan(plan, instance.rows, KEY_TILE, transposed=True, ragged=ragged, run_align=run_align)
+        tiles = build_tile_plan(plan, instance.rows, instance.keys, transposed=True, ragged=ragged, run_align=run_align)
         for split, section in ((4, 100), (2, 1), (2, 5), (1, 7)):
             monkeypatch.setattr(ffa_backward, "_L2_BYTES", section * length * 128 * 8)
             schedule = make_backward_schedule(tiles, mask_heads, split)
@@ -204,9 +269,9 @@ def test_only_the_tensor_is_written() -> None:
     exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
     frames = [torch.full((1, heads + 2, length + 32, 192), 7.0, device="cuda", dtype=q.dtype) for _ in range(3)]
     inner = [frame[:, 1:-1, 16:-16, 32:-32] for frame in frames]
-    schedule = plan_backward(plan, 64, 1, heads, heads, 132)
+    schedule = plan_backward(plan, 64, 128, 1, heads, heads, 132)
     out, lse = exact.out.to(q.dtype), exact.lse.float()
-    instance = BackwardInstance(q.dtype, 128)
+    instance = BackwardInstance(q.dtype, 128, 128)
     launch_backward(instance, q, k, v, out, lse, d_out, None, plan.intervals, schedule, 0.1, *inner)
     for actual, wanted in zip(inner, (exact.dq, exact.dk, exact.dv), strict=True):
         assert (actual.double() - wanted).norm() < 1e-2 * wanted.norm()
@@ -222,9 +287,9 @@ def test_cuda_graph_replays() -> None:
     q, k, v, d_out = inputs(sizes)
     exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
     request, out, lse = AttentionRequest(q, k, v, plan, 0.1), exact.out.to(q.dtype), exact.lse.float()
-    schedule = plan_backward(plan, 64, 2, 16, 2, 132)
+    schedule = plan_backward(plan, 64, 128, 2, 16, 2, 132)
     results = [torch.empty_like(x) for x in (q, k, v)]
-    instance = BackwardInstance(q.dtype, 128)
+    instance = BackwardInstance(q.dtype, 128, 128)
 
     def launch() -> None:
         launch_backward(instance, q, k, v, out, lse, d_out, None, request.plan.intervals, schedule, 0.1, *results)

@@ -16,16 +16,13 @@ from magi_flex.kernels.ffa_forward import launch_forward
 from magi_flex.kernels.request import (
     AttentionOutput,
     AttentionRequest,
-    Bias,
-    Distance,
     Multiply,
     ScoreProgram,
-    ScoreStep,
-    Softcap,
 )
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask
 from tests.cases.reference import assert_within_factor, dense_attention
+from tests.cases.score_steps import step_programs, steps_mod
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -129,22 +126,6 @@ def test_layouts_and_scales() -> None:
         check(AttentionRequest(q, k, v, plan, scale, score), dense.cuda())
 
 
-def modified(score: Tensor, q: Tensor, k: Tensor, h: Tensor, b: Tensor, steps: tuple[ScoreStep, ...]) -> Tensor:
-    for step in steps:
-        match step:
-            case Multiply(factor):
-                score = score * factor
-            case Softcap(cap):
-                score = cap * torch.tanh(score / cap)
-            case Distance(slopes, absolute):
-                distance = (k - q).abs() if absolute else k - q
-                score = score + slopes.cpu().to(score.dtype)[h % slopes.numel()] * distance
-            case Bias(table, (sb, sh, sq, sk), offset, factor):
-                flat = table.cpu().flatten().to(score.dtype)
-                score = score + factor * flat[offset + b * sb + h * sh + q * sq + k * sk]
-    return score
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4])
 def test_score_steps(head_dim: int, group: int) -> None:
@@ -154,27 +135,10 @@ def test_score_steps(head_dim: int, group: int) -> None:
     dense = case.dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
     q, k, v = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, min(head_dim, 128)))
-    pair = torch.randn(batch, heads, q_len, kv_len, device="cuda")
-    relative = torch.randn(heads, q_len + kv_len, device="cuda").to(torch.bfloat16)
-    key = torch.randn(kv_len, device="cuda").to(torch.float16)
-    slopes = torch.rand(heads, device="cuda") * -0.1
-    width = q_len + kv_len
-    programs: list[tuple[ScoreStep, ...]] = [
-        (Softcap(5.0),),
-        (Multiply(-2.0), Softcap(20.0), Multiply(3.0)),
-        (Distance(slopes, absolute=True),),
-        (Distance(slopes[:1], absolute=False), Softcap(10.0)),
-        (Bias(pair, (heads * q_len * kv_len, q_len * kv_len, kv_len, 1), 0),),
-        (Bias(relative, (0, width, 1, -1), kv_len - 1, 0.5), Bias(key, (0, 0, 0, 1), 0)),
-    ]
-    for steps in programs:
+    for steps in step_programs(batch, heads, q_len, kv_len, "cuda").values():
         request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps))
         result = FfaBackend().forward(request)
-        q_cpu, k_cpu, v_cpu = q.cpu(), k.cpu(), v.cpu()
-
-        def mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor, steps=steps) -> Tensor:
-            return modified(score, row, col, h, b, steps)
-
+        q_cpu, k_cpu, v_cpu, mod = q.cpu(), k.cpu(), v.cpu(), steps_mod(steps)
         exact, rounded = (
             dense_attention(q_cpu, k_cpu, v_cpu, dense, mod, 0.2, dtype) for dtype in (torch.float64, q.dtype)
         )

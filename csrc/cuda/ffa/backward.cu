@@ -1,15 +1,16 @@
 // One instance of the attention backward: three kernels that run one after the other (see backward.cuh).
 //
-// Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM (64 or 128),
-// FFA_ROWS (query rows of a step), FFA_WIDE (dq, dk and dv in float32), FFA_WIDE_OUT (the given output is float32).
+// Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM
+// (multiples of 64), FFA_ROWS (query rows of a step), FFA_KEYS (of a tile: 128 or 64), FFA_SUM_DQ (dQ too), FFA_WIDE (dq,
+// dk and dv in float32), FFA_WIDE_OUT (the given output is float32), FFA_SCORE_STEPS (a list of ScoreStep values).
 #include "backward.cuh"
 #include "backward_convert.cuh"
 
-using Config = ffa::BackwardConfig<DType::FFA_DTYPE, FFA_HEAD_DIM, FFA_ROWS, FFA_WIDE>;
-using OutElement = ffa::SelectType<FFA_WIDE_OUT, float, uint16>::type;
+using Config = ffa::BackwardConfig<DType::FFA_DTYPE, FFA_HEAD_DIM, FFA_V_DIM, FFA_ROWS, FFA_KEYS, FFA_SUM_DQ, FFA_WIDE>;
+using OutElement = SelectType<FFA_WIDE_OUT, float, uint16>::type;
 
 // What the host packs (magi_flex/kernels/ffa_backward.py).
-static_assert(sizeof(ffa::BackwardParams) == 4 * sizeof(ptx::TensorMap) + 256, "248 bytes, padded to 64");
+static_assert(sizeof(ffa::BackwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");
 static_assert(sizeof(ffa::PrepareParams) == 128 && sizeof(ffa::FinishParams) == 184, "layout of the parameters");
 
 extern "C" {
@@ -22,12 +23,12 @@ __global__ void __launch_bounds__(ffa::kThreads, 1) ffa_backward(const __grid_co
 
 __global__ void __launch_bounds__(ffa::kConvertThreads, 6)
     ffa_backward_prepare(const __grid_constant__ ffa::PrepareParams params) {
-    ffa::prepare<Config::kType, Config::kHeadDim, OutElement>(params);
+    ffa::prepare<Config::kType, Config::kHeadDim, Config::kVDim, OutElement>(params);
 }
 
 __global__ void __launch_bounds__(ffa::kConvertThreads, 6)
     ffa_backward_finish(const __grid_constant__ ffa::FinishParams params) {
-    ffa::finish<Config::kType, Config::kHeadDim, Config::GradientType>(params);
+    ffa::finish<Config>(params);
 }
 
 }  // extern "C"

@@ -7,7 +7,8 @@
 //     dP^T = V dO^T          dS^T = P^T (dP^T - delta)
 //     dV += P^T dO           dK += dS^T Q         dQ^T = K^T dS^T, added to a float32 buffer
 //
-// (FlashAttention-2/3, arXiv 2307.08691 and 2407.08608.)  Two consumer warpgroups own 64 keys each and exchange dS
+// (FlashAttention-2/3, arXiv 2307.08691 and 2407.08608.)  Where dQ must be summed in a fixed order, or the head is too
+// wide for all of it, the last product is left to another kernel (gradient_q.cu).  Two consumer warpgroups own 64 keys each and exchange dS
 // through shared memory for dQ; producer warps walk the plan, load tiles with TMA and turn row intervals into bits.
 // Products are issued so that the tensor cores have work during every elementwise phase: dP beside the
 // exponentials, dV beside dS, dK and the next step's S beside the sums into dQ.
@@ -18,6 +19,7 @@
 
 #include "backward_consumer.cuh"
 #include "backward_producer.cuh"
+#include "backward_wide_consumer.cuh"
 
 namespace ffa {
 
@@ -35,6 +37,12 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
             ptx::mbarrier_init(&shared.d_out_empty[i], kConsumerWarps);
             ptx::mbarrier_init(&shared.mask_full[i], 1);
         }
+        if constexpr (C::kKeys == 64) {
+            for (int i = 0; i < 2; ++i) {
+                ptx::mbarrier_init(&shared.weights_full[i], kConsumerWarps / 2);
+                ptx::mbarrier_init(&shared.weights_empty[i], kConsumerWarps / 2);
+            }
+        }
         ptx::mbarrier_init_fence();
     }
     __syncthreads();
@@ -51,7 +59,11 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
         }
     } else {
         ptx::register_increase<kConsumerRegisters>();
-        Consumer<C>{params, shared, warpgroup - 1}.run();
+        if constexpr (C::kKeys == 64) {
+            WideConsumer<C>{params, shared, 0}.run(warpgroup - 1);
+        } else {
+            Consumer<C>{params, shared, warpgroup - 1}.run();
+        }
     }
 }
 

@@ -10,8 +10,8 @@
 // group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows 2 (lane % 4) (+ 1), row first.
 //
 // The dK/dV buffer holds a key tile as fragments of the consumer warpgroups: float4 number
-// (warpgroup * kHeadDim / 8 + j) * 128 + thread has the columns 8 j + 2 (lane % 4) (+ 1) of the rows
-// 64 warpgroup + 16 warp + lane / 4 (+ 8), column first.
+// (half * kColumns / 8 + j) * 128 + thread has the columns 8 j + 2 (lane % 4) (+ 1) of the rows
+// 64 half + 16 warp + lane / 4 (+ 8), column first; dK before dV.
 #pragma once
 
 #include "backward_shared.cuh"
@@ -28,7 +28,7 @@ struct PrepareParams {
     const float* d_lse;  // the same, or null
     float* row_shift;    // [B * H, padded_rows]
     float* row_delta;
-    float4* dq_buffer;   // [B * H, padded_rows, kHeadDim / 4]
+    float4* dq_buffer;   // [B * H, padded_rows, kHeadDim / 4], or null
     int* work_counter;
     int64 out_batch, out_head, out_row;  // strides in elements
     int64 d_out_batch, d_out_head, d_out_row;
@@ -66,8 +66,9 @@ template <DType kType> FFA_DEVICE void load_eight(const float* source, float (&v
     *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(source + 4);
 }
 
-template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(const PrepareParams& params) {
-    constexpr int kLanes = kHeadDim / 8;  // of a row
+template <DType kType, int kHeadDim, int kVDim, class OutElement>
+FFA_DEVICE void prepare(const PrepareParams& params) {
+    constexpr int kLanes = (kVDim > 128 ? 256 : kVDim) / 8;  // of a row
     constexpr int kPassRows = kConvertThreads / kLanes;
     static_assert(32 % kLanes == 0, "a row stays inside a warp");
     const int blocks = params.padded_rows / kConvertRows;
@@ -108,6 +109,7 @@ template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(c
             params.row_delta[padded_row + block_row] = delta;
         }
     }
+    if (params.dq_buffer == nullptr) return;
     float4* buffer = params.dq_buffer + padded_row * (kHeadDim / 4);
 #pragma unroll
     for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) {
@@ -116,8 +118,8 @@ template <DType kType, int kHeadDim, class OutElement> FFA_DEVICE void prepare(c
 }
 
 // dK (which = 0) or dV (1) of one block of the buffer; blocks are numbered as by Planner::find_item.
-template <DType kType, int kHeadDim, class Element>
-FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
+template <class C, int kColumns> FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
+    using Element = typename C::GradientType;
     const int plane = block / params.tiles, tile = block % params.tiles;
     const bool by_plane = params.mask_heads > 1 || params.mask_batches == 1;
     const int kv_head = plane % params.kv_heads;
@@ -128,31 +130,42 @@ FFA_DEVICE void finish_keys(const FinishParams& params, int block, int which) {
         index += params.head_ptr[batch * params.mask_heads];
     }
     const int begin = params.tile_begin[index], rows = params.tile_end[index] - begin;
-    const float4* buffer = params.dkv_buffer + (static_cast<int64>(block) * 2 + which) * (kKeys * kHeadDim / 4);
+    const float4* buffer = params.dkv_buffer + static_cast<int64>(block) * (C::kKeys * (C::kHeadDim + C::kVDim) / 4) +
+                           which * (C::kKeys * C::kHeadDim / 4);
     const int64 batch_stride = which ? params.dv_batch : params.dk_batch;
     const int64 head_stride = which ? params.dv_head : params.dk_head;
     auto* out = static_cast<Element*>(which ? params.dv : params.dk) + batch * batch_stride + kv_head * head_stride;
     const int64 row_stride = which ? params.dv_row : params.dk_row;
     const float scale = which ? 1.0f : params.scale;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < kKeys * kHeadDim / 4; i += kConvertThreads) {
+    for (int i = threadIdx.x; i < C::kKeys * kColumns / 4; i += kConvertThreads) {
         const int slice = i / 128, thread = i % 128, lane = thread % 32;
-        const int row = slice / (kHeadDim / 8) * 64 + thread / 32 * 16 + lane / 4;
-        const int column = slice % (kHeadDim / 8) * 8 + lane % 4 * 2;
+        const int row = slice / (kColumns / 8) * 64 + thread / 32 * 16 + lane / 4;
+        const int column = slice % (kColumns / 8) * 8 + lane % 4 * 2;
         if (column >= (which ? params.v_dim : params.head_dim)) continue;
         const float4 fragment = buffer[i];
         Element* to = out + (begin + row) * row_stride + column;
-        if (row < rows) store_pair<kType>(to, fragment.x * scale, fragment.y * scale);
-        if (row + 8 < rows) store_pair<kType>(to + 8 * row_stride, fragment.z * scale, fragment.w * scale);
+        if (row < rows) store_pair<C::kType>(to, fragment.x * scale, fragment.y * scale);
+        if (row + 8 < rows) store_pair<C::kType>(to + 8 * row_stride, fragment.z * scale, fragment.w * scale);
     }
 }
 
-template <DType kType, int kHeadDim, class Element> FFA_DEVICE void finish(const FinishParams& params) {
+template <class C> FFA_DEVICE void finish(const FinishParams& params) {
+    constexpr DType kType = C::kType;
+    constexpr int kHeadDim = C::kHeadDim;
+    using Element = typename C::GradientType;
     if (blockIdx.x >= params.row_blocks) {
         const int job = blockIdx.x - params.row_blocks;
-        finish_keys<kType, kHeadDim, Element>(params, job / 2, job % 2);
+        if (C::kHeadDim == C::kVDim) {
+            finish_keys<C, C::kHeadDim>(params, job / 2, job % 2);
+        } else if (job % 2) {
+            finish_keys<C, C::kVDim>(params, job / 2, 1);
+        } else {
+            finish_keys<C, C::kHeadDim>(params, job / 2, 0);
+        }
         return;
     }
+    if constexpr (!C::kSumDq) return;
     // Rows 16 bytes longer than a multiple of 128: writes of a fragment touch every bank once.
     __shared__ float rows[kConvertRows][kHeadDim + 4];
     const int blocks = params.padded_rows / kConvertRows;

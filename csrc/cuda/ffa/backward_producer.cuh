@@ -46,12 +46,16 @@ template <class C> struct Planner {
     }
 
     FFA_DEVICE void load_keys(const Item& item) const {
-        ptx::mbarrier_arrive_expect_bytes(&shared.kv_full, 2 * kKeys * C::kHeadDim * 2);
+        ptx::mbarrier_arrive_expect_bytes(&shared.kv_full, C::kKeys * (C::kHeadDim + C::kVDim) * 2);
 #pragma unroll
-        for (int p = 0; p < C::kPanels; ++p) {
-            const int column = p * kPanelColumns;
-            ptx::tma_load_4d(shared.k[p], params.k, &shared.kv_full, column, item.key_begin, item.kv_head, item.batch);
-            ptx::tma_load_4d(shared.v[p], params.v, &shared.kv_full, column, item.key_begin, item.kv_head, item.batch);
+        for (int p = 0; p < max(C::kPanels, C::kVPanels); ++p) {
+            const int column = p * kPanelColumns, key = item.key_begin;
+            if (p < C::kPanels) {
+                ptx::tma_load_4d(shared.k[p], params.k, &shared.kv_full, column, key, item.kv_head, item.batch);
+            }
+            if (p < C::kVPanels) {
+                ptx::tma_load_4d(shared.v[p], params.v, &shared.kv_full, column, key, item.kv_head, item.batch);
+            }
         }
     }
 
@@ -61,7 +65,7 @@ template <class C> struct Planner {
 #pragma unroll 1
         for (int row = first + (run.y - 1 - first) / C::kRows * C::kRows; row >= first; row -= C::kRows) {
             ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
-            const bool whole = item.key_end - item.key_begin == kKeys && row >= run.x && row + C::kRows <= run.y;
+            const bool whole = item.key_end - item.key_begin == C::kKeys && row >= run.x && row + C::kRows <= run.y;
             const int plane = item.batch * params.kv_heads * params.parts * params.group + head;
             shared.step[ring.stage] = {(plane * params.padded_rows + row) / kRowGroup,
                                        partial || !whole,
@@ -115,11 +119,12 @@ template <class C> struct RowLoader {
     const BackwardParams& params;
     BackwardShared<C>& shared;
 
+    template <int kColumns>
     FFA_DEVICE void load(const ptx::TensorMap& map, const float* statistics, uint16* tile, float* rows, uint64* full,
                          const Step& step) const {
-        ptx::mbarrier_arrive_expect_bytes(full, C::kRows * C::kHeadDim * 2 + C::kRows * 4);
+        ptx::mbarrier_arrive_expect_bytes(full, C::kRows * kColumns * 2 + C::kRows * 4);
 #pragma unroll
-        for (int p = 0; p < C::kPanels; ++p) {
+        for (int p = 0; p < kColumns / kPanelColumns; ++p) {
             ptx::tma_load_4d(tile + p * C::kRows * kPanelColumns, map, full, p * kPanelColumns, step.row, step.head,
                              step.batch);
         }
@@ -133,10 +138,11 @@ template <class C> struct RowLoader {
             ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
             const Step& step = shared.step[stage];
             if (step.row_group < 0) return;
-            load(params.q, params.row_shift, shared.q[stage][0][0], shared.shift[stage], &shared.q_full[stage], step);
+            load<C::kHeadDim>(params.q, params.row_shift, shared.q[stage][0][0], shared.shift[stage],
+                              &shared.q_full[stage], step);
             ptx::mbarrier_wait(&shared.d_out_empty[stage], ring.phase ^ 1);
-            load(params.d_out, params.row_delta, shared.d_out[stage][0][0], shared.delta[stage],
-                 &shared.d_out_full[stage], step);
+            load<C::kVDim>(params.d_out, params.row_delta, shared.d_out[stage][0][0], shared.delta[stage],
+                           &shared.d_out_full[stage], step);
         }
     }
 };
@@ -159,14 +165,14 @@ template <class C> struct Masker {
         return bits;
     }
 
-    FFA_DEVICE void write_bits(const Step& step, uint32 (&mask)[kKeyWords][C::kRows]) const {
+    FFA_DEVICE void write_bits(const Step& step, uint32 (&mask)[C::kKeyWords][C::kRows]) const {
         const uint32 plane = mask_head_of(params, step.batch, step.head) * params.mask.intervals * params.q_len;
 #pragma unroll 1
         for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
             const int query = step.row + row;
             const bool inside = query >= step.run_begin && query < step.run_end;
 #pragma unroll 1
-            for (int word = 0; word < kKeyWords; ++word) {
+            for (int word = 0; word < C::kKeyWords; ++word) {
                 mask[word][row] = inside ? interval_bits(plane + query, step.key_begin + 32 * word, step.key_end) : 0;
             }
         }

@@ -2,18 +2,20 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "score.cuh"
+#include "select_type.cuh"
 
 namespace ffa {
 
-constexpr int kKeys = 128;         // keys of a tile: 64 for each consumer warpgroup
-constexpr int kKeyWords = kKeys / 32;
+using Score = ScoreSteps<FFA_SCORE_STEPS>;
+
 constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
 constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
 constexpr int kPanelBytes = 128;   // of one row
 constexpr int kConsumers = 256, kConsumerWarps = kConsumers / 32;
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kThreads = 128 + kConsumers;
-constexpr int kDsBarrier = 1;  // named barrier of the consumers
+constexpr int kDsBarrier = 1;  // named barrier of the consumers; the next ones: of each warpgroup
 
 // The plan's arrays (TilePlan, transposed: row tiles are key tiles, runs are query runs) and the row intervals.
 struct MaskParams {
@@ -39,7 +41,7 @@ struct BackwardParams {
     const float* row_shift;  // [B * H, padded_rows]: lse (log2 domain), +inf for empty rows
     const float* row_delta;  // [B * H, padded_rows]
     float* dq_buffer;        // [B * H, padded_rows / 8, 8 * kHeadDim]
-    float* dkv_buffer;  // null, or [blocks, 2, kKeys, kHeadDim]: dK and dV are summed there in float32, fragment order
+    float* dkv_buffer;  // null, or [blocks, kKeys * (kHeadDim + kVDim)]: dK and dV are summed there in float32
     void* dk;
     void* dv;
     int64 dk_batch, dk_head, dk_row;  // strides in elements
@@ -48,29 +50,34 @@ struct BackwardParams {
     int kv_heads, parts, group;  // a key/value head's query heads are split into `parts` items of `group` heads each
     int q_len, padded_rows, head_dim, v_dim;
     int tiles;  // of one mask head where the mask depends on the head, else of all masks
-    float scale, scale_log2;
+    float scale;        // from dS^T Q to dK; has the constant factors of the score steps
+    float scale_log2;   // from scores (after the score steps, if there are any) to powers of two
+    float score_scale;  // from k q^T to what the first score step sees
+    ScoreStepParams score_steps[Score::kCount > 0 ? Score::kCount : 1];
 };
 
-template <bool kFirst, class First, class Second> struct SelectType {
-    using type = First;
-};
-template <class First, class Second> struct SelectType<false, First, Second> {
-    using type = Second;
-};
-
-template <DType kType_, int kHeadDim_, int kRows_, bool kWide_> struct BackwardConfig {
+// kKeys is 128 (Consumer: each warpgroup has 64 keys) or 64 (WideConsumer: one has dV, one dK).
+template <DType kType_, int kHeadDim_, int kVDim_, int kRows_, int kKeys_, bool kSumDq_, bool kWide_>
+struct BackwardConfig {
     static constexpr DType kType = kType_;
-    static constexpr int kHeadDim = kHeadDim_;  // of q, k, v: 64 or 128; smaller ones are padded with zeros by TMA
+    static constexpr int kHeadDim = kHeadDim_;  // of q, k; smaller ones are padded with zeros by TMA
+    static constexpr int kVDim = kVDim_;        // of v, dO
     static constexpr int kRows = kRows_;        // query rows of a step
+    static constexpr int kKeys = kKeys_;        // keys of a tile
+    static constexpr int kKeyWords = kKeys / 32;
+    static constexpr bool kSumDq = kSumDq_;     // else dQ is another kernel's (gradient_q.cu)
     static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
     static constexpr int kStages = 2;           // of Q and dO; dS is double-buffered too
     static constexpr int kPanels = kHeadDim / kPanelColumns;
+    static constexpr int kVPanels = kVDim / kPanelColumns;
     static constexpr int kRowPanelBytes = kRows * kPanelBytes;
     static constexpr int kKeyPanelBytes = kKeys * kPanelBytes;
     // dQ^T has kHeadDim rows: the warpgroups share them where there are two panels, else they share the query rows.
     static constexpr int kDqRows = kPanels == 2 ? kRows : kRows / 2;
-    static_assert(kHeadDim == 64 || kHeadDim == 128, "other head dims need another split of dQ");
+    static_assert(kHeadDim % kPanelColumns == 0 && kVDim % kPanelColumns == 0, "tiles are whole panels");
+    static_assert(!kSumDq || (kKeys == 128 && (kHeadDim == 64 || kHeadDim == 128)), "others need another split of dQ");
+    static_assert(kKeys == 128 || (kKeys == 64 && kRows == 64), "how the warpgroups share the work");
     static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
 };
 
@@ -93,14 +100,17 @@ struct Step {
 };
 
 template <class C> struct BackwardShared {
-    alignas(1024) uint16 k[C::kPanels][kKeys][kPanelColumns];
-    alignas(1024) uint16 v[C::kPanels][kKeys][kPanelColumns];
+    alignas(1024) uint16 k[C::kPanels][C::kKeys][kPanelColumns];
+    alignas(1024) uint16 v[C::kVPanels][C::kKeys][kPanelColumns];
     alignas(1024) uint16 q[C::kStages][C::kPanels][C::kRows][kPanelColumns];
-    alignas(1024) uint16 d_out[C::kStages][C::kPanels][C::kRows][kPanelColumns];
-    alignas(1024) uint16 ds[2][2][C::kRows][kPanelColumns];  // [buffer][keys of a warpgroup]
+    alignas(1024) uint16 d_out[C::kStages][C::kVPanels][C::kRows][kPanelColumns];
+    union {
+        alignas(1024) uint16 ds[2][2][C::kRows][kPanelColumns];  // [buffer][keys of a warpgroup]
+        alignas(1024) float4 weights[2][C::kRows / 8][128];      // [buffer][fragment][thread], see WideConsumer
+    };
     alignas(16) float shift[C::kStages][C::kRows];
     alignas(16) float delta[C::kStages][C::kRows];
-    alignas(16) uint32 mask[C::kStages][kKeyWords][C::kRows];
+    alignas(16) uint32 mask[C::kStages][C::kKeyWords][C::kRows];
     Step step[C::kStages];
     Item item[2];  // by turns: the next one is written while one is worked on
     uint64 kv_full, kv_empty;
@@ -108,6 +118,7 @@ template <class C> struct BackwardShared {
     uint64 q_full[C::kStages], q_empty[C::kStages];
     uint64 d_out_full[C::kStages], d_out_empty[C::kStages];
     uint64 mask_full[C::kStages];
+    uint64 weights_full[2], weights_empty[2];  // WideConsumer
 };
 
 // Position in a ring of kStages buffers.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "forward_work.cuh"
+#include "row_output.cuh"
 #include "softmax.cuh"
 
 // What a consumer warpgroup knows of its item, and the output it accumulates.
@@ -61,11 +62,11 @@ struct OutputRows {
                              empty ? negative_infinity : top * params.scale_log2);
         }
         if constexpr (kWideOut) {
-            store_wide();
+            store_direct<float>();
         } else if constexpr (kStageOut) {
             store_staged();
         } else {
-            store_direct();
+            store_direct<uint16>();
         }
     }
 
@@ -74,58 +75,13 @@ struct OutputRows {
                (item.row_begin + tile_row / kPack) * params.out_stride_row;
     }
 
-    // float32, straight from the registers.
-    FFA_DEVICE void store_wide() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (item.row_begin + fragment_row(h) / kPack >= item.row_end) continue;
-            float* row = static_cast<float*>(params.out_pointer) + output_offset(fragment_row(h));
-#pragma unroll
-            for (int j = 0; j < kVDim / 8; ++j) {
-                const int column = 8 * j + 2 * (lane_index() & 3);
-                if (column < params.v_dim) {
-                    *reinterpret_cast<float2*>(row + column) = make_float2(acc_o[4 * j + 2 * h], acc_o[4 * j + 2 * h + 1]);
-                }
-            }
-        }
-    }
-
-    // In the input's type, straight from the registers.  The four lanes of a row exchange their pairs, so that each holds
-    // eight neighbouring columns.
-    FFA_DEVICE void store_direct() {
-        const int lane = lane_index() & 3;
+    // Straight from the registers.
+    template <class Element> FFA_DEVICE void store_direct() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const bool valid = item.row_begin + fragment_row(h) / kPack < item.row_end;
-            uint16* const row = static_cast<uint16*>(params.out_pointer) + output_offset(fragment_row(h));
-#pragma unroll
-            for (int j = 0; j < kVDim / 8; j += 4) {
-                uint32 pair[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    pair[i] = pack_pair<kType>(acc_o[4 * (j + i) + 2 * h], acc_o[4 * (j + i) + 2 * h + 1]);
-                }
-                transpose_quad(pair);
-                const int column = 8 * (j + lane);
-                if (valid && column < params.v_dim) {
-                    *reinterpret_cast<uint4*>(row + column) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-                }
-            }
-        }
-    }
-
-    // Lane i of four gets element i of each: a 4 x 4 transpose in two exchanges.
-    FFA_DEVICE static void transpose_quad(uint32 (&x)[4]) {
-        const bool odd = lane_index() & 1, upper = lane_index() & 2;
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const uint32 received = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
-            (odd ? x[i] : x[i + 1]) = received;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32 received = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + 2], 2);
-            (upper ? x[i] : x[i + 2]) = received;
+            Element* const row = static_cast<Element*>(params.out_pointer) + output_offset(fragment_row(h));
+            store_row<kType, kVDim>(row, valid, acc_o, h, params.v_dim);
         }
     }
 

@@ -48,14 +48,14 @@ template <int kColumns> struct FragmentMask {
         }
     }
 
-    // Scores outside of the mask become -inf.
-    FFA_DEVICE void apply(float (&scores)[kColumns / 2]) const {
+    // Elements outside of the mask become `outside`.
+    FFA_DEVICE void apply(float (&scores)[kColumns / 2], float outside = ptx::negative_infinity) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
             for (int c = 0; c < kOwned; ++c) {
                 float& score = scores[4 * (c / 2) + 2 * h + c % 2];
-                score = (bits[h][c / 32] & (1u << (c % 32))) ? score : ptx::negative_infinity;
+                score = (bits[h][c / 32] & (1u << (c % 32))) ? score : outside;
             }
         }
     }

@@ -42,16 +42,35 @@ FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, cons
     }
 }
 
+// The same, and `slope` times the step's derivative, but for constant factors (multiply): these are the host's.
+template <ScoreStep kStep>
+FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, const ScoreIndex& at, float& slope) {
+    if constexpr (kStep == ScoreStep::softcap) {
+        const float t = ptx::tanh_approx(score * step.inverse);
+        slope *= fmaf(-t, t, 1.0f);
+        return step.value * t;
+    } else {
+        return apply_score_step<kStep>(score, step, at);
+    }
+}
+
 template <ScoreStep... kSteps> struct ScoreSteps {
     static constexpr int kCount = sizeof...(kSteps);
+    static constexpr bool kSlopes = ((kSteps == ScoreStep::softcap) || ...);  // the derivative depends on the score
 
     FFA_DEVICE static float apply(float score, const ScoreStepParams* params, const ScoreIndex& at) {
         ((score = apply_score_step<kSteps>(score, *params++, at)), ...);
+        return score;
+    }
+    FFA_DEVICE static float apply(float score, const ScoreStepParams* params, const ScoreIndex& at, float& slope) {
+        ((score = apply_score_step<kSteps>(score, *params++, at, slope)), ...);
         return score;
     }
 };
 // No score mod.
 template <> struct ScoreSteps<ScoreStep::none> {
     static constexpr int kCount = 0;
+    static constexpr bool kSlopes = false;
     FFA_DEVICE static float apply(float score, const ScoreStepParams*, const ScoreIndex&) { return score; }
+    FFA_DEVICE static float apply(float score, const ScoreStepParams*, const ScoreIndex&, float&) { return score; }
 };

@@ -1,0 +1,166 @@
+"""Everything that wants a GPU, in one call with a time limit: kernels are compiled, tests/gpu run, benchmarks run.
+
+    python -m benchmarks.gpu_check OUT [--limit 570] [--only ffa]
+
+What matters most comes first.  Every step writes its own log as it goes, and ``OUT/summary.json`` is written anew
+after each of them, so that a run that is killed leaves what it has seen.  A test that hangs costs its file's time, is
+named in the summary, and the rest of the file is run again without it.  Benchmarks write their results into OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_FINISHED = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
+_STARTED = re.compile(r"^(tests/\S+::.*?) *$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: of the log, and what ``--only`` looks at.
+        arguments: of Python.
+        seconds: the most that it may take.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: int
+
+
+@dataclass
+class Result:
+    """What became of a step; ``tests`` counts outcomes."""
+
+    name: str
+    seconds: float
+    outcome: str
+    tests: dict[str, int] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+# Files that exist are run in this order, other files of tests/gpu behind them.
+TEST_SECONDS = {
+    "test_ffa_backward.py": 240,
+    "test_ffa_forward.py": 180,
+    "test_triton.py": 180,
+    "test_plans.py": 120,
+    "test_fa4.py": 180,
+}
+OTHER_TEST_SECONDS = 120
+# (module, arguments): likewise; "{out}" is the folder for results.
+BENCHMARKS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("bench_ffa_backward", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 150),
+    ("bench_ffa_backward", ("--lengths", "8192", "--dims", "256,64", "--rounds", "5", "--directory", "{out}/dims"), 90),
+    ("bench_ffa", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 120),
+    ("bench_triton", ("--directory", "{out}"), 180),
+    ("bench_plan_gpu", ("--directory", "{out}"), 120),
+    ("bench_fa4", ("--directory", "{out}"), 180),
+)
+
+
+def steps(out: Path) -> list[Step]:
+    """All steps, most important first."""
+    found = [Step("compile-ffa", ("-m", "magi_flex.kernels.ffa_ahead", "--groups", "1,4,8"), 200)]
+    files = {path.name: path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))}
+    for name in [*(n for n in TEST_SECONDS if n in files), *(n for n in files if n not in TEST_SECONDS)]:
+        options = ("-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--durations=10")
+        path = str(files[name].relative_to(ROOT))
+        seconds = TEST_SECONDS.get(name, OTHER_TEST_SECONDS)
+        found.append(Step(f"tests-{files[name].stem}", ("-m", "pytest", *options, path), seconds))
+    for number, (module, arguments, seconds) in enumerate(BENCHMARKS):
+        if (ROOT / "benchmarks" / f"{module}.py").exists():
+            filled = tuple(argument.format(out=out) for argument in arguments)
+            found.append(Step(f"{module}-{number}", ("-m", f"benchmarks.{module}", *filled), seconds))
+    return found
+
+
+def run_step(step: Step, out: Path, seconds: float, skip: Sequence[str] = ()) -> Result:
+    """Runs it for at most that long; what it says goes to ``OUT/<name>.log``.
+
+    Args:
+        skip: tests that are left out.
+    """
+    log = out / f"{step.name}{'-again' if skip else ''}.log"
+    command = [sys.executable, "-u", *step.arguments, *(f"--deselect={test}" for test in skip)]
+    start = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+            outcome = "ok" if code == 0 else f"exit {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            outcome = f"stopped after {seconds:.0f} s"
+    text = log.read_text(errors="replace")
+    result = Result(step.name, time.monotonic() - start, outcome)
+    for test, verdict in _FINISHED.findall(text):
+        result.tests[verdict] = result.tests.get(verdict, 0) + 1
+        if verdict in ("FAILED", "ERROR"):
+            result.failed.append(test)
+    return result
+
+
+def finished_and_hung(log: Path) -> tuple[list[str], str | None]:
+    """Tests of a log that have an outcome, and the one that had begun when the process was stopped."""
+    text = log.read_text(errors="replace")
+    begun = _STARTED.findall(text)
+    done = [test for test, _ in _FINISHED.findall(text)]
+    return done, begun[-1] if begun and text.rstrip().endswith(begun[-1]) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for logs and results")
+    parser.add_argument("--limit", type=float, default=570, help="seconds for everything")
+    parser.add_argument("--only", default="", help="comma separated: steps whose names contain one of these")
+    options = parser.parse_args(arguments)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.limit
+    wanted = [word for word in options.only.split(",") if word]
+    results: list[Result] = []
+
+    def left() -> float:
+        return end - time.monotonic()
+
+    def note(result: Result) -> None:
+        results.append(result)
+        (out / "summary.json").write_text(json.dumps([asdict(x) for x in results], indent=1) + "\n")
+        tests = ", ".join(f"{count} {verdict.lower()}" for verdict, count in result.tests.items())
+        print(
+            f"{result.name}: {result.outcome}, {result.seconds:.0f} s {tests}", *result.failed, sep="\n  ", flush=True
+        )
+
+    for step in steps(out):
+        if wanted and not any(word in step.name for word in wanted):
+            continue
+        if left() < 5:
+            note(Result(step.name, 0, "no time left"))
+            continue
+        result = run_step(step, out, min(step.seconds, left()))
+        note(result)
+        if result.outcome.startswith("stopped") and "pytest" in step.arguments and left() > 10:
+            done, hung = finished_and_hung(out / f"{step.name}.log")
+            if hung is not None:
+                result.failed.append(f"{hung} (hung)")
+                note(run_step(step, out, min(step.seconds / 2, left()), [*done, hung]))
+    return int(any(result.outcome != "ok" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+// What both kinds of consumers of the attention backward have in common: how a warpgroup makes S^T and dP^T of 64 keys x
+// kRows query rows, what it does with these fragments, and how it writes dK and dV.
+//
+// Of a fragment a thread holds the keys lane / 4 (+ 8) of its warp's 16 and the rows 8 j + 2 (lane % 4) (+ 1): element
+// 4 j + 2 h + c is key + 8 h, row + c.
+#pragma once
+
+#include "backward_shared.cuh"
+
+namespace ffa {
+
+template <class C> struct Fragment {
+    using D = ptx::Descriptor<128>;
+    template <int kN, bool kStridedA, bool kStridedB> using Mma = ptx::Wgmma<C::kType, kN, kStridedA, kStridedB>;
+    static constexpr int kScores = C::kRows / 2;  // registers of S^T and dP^T
+
+    const BackwardParams& params;
+    BackwardShared<C>& shared;
+    const int half;  // of the key tile: keys 64 half, ...
+    const int warp = ptx::warp_uniform((threadIdx.x / 32) & 3);
+    const int lane = ptx::lane_index();
+
+    FFA_DEVICE void arrive_warp(uint64* barrier) const {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(barrier);
+    }
+
+    // scores[64 keys x kRows] = keys queries^T, for K Q^T and V dO^T.
+    template <int kColumns>
+    FFA_DEVICE void issue_scores(float (&scores)[kScores], const void* keys, const void* queries) const {
+        const uint64 a = D::advance(D::contraction_is_contiguous(keys), half * 64 * kPanelBytes);
+        const uint64 b = D::contraction_is_contiguous(queries);
+#pragma unroll
+        for (int step = 0; step < kColumns / 16; ++step) {
+            const int panel = step / 4, column_bytes = step % 4 * 32;
+            Mma<C::kRows, false, false>::ss(scores, D::advance(a, panel * C::kKeyPanelBytes + column_bytes),
+                                            D::advance(b, panel * C::kRowPanelBytes + column_bytes), step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    // gradient[64 keys x kColumns] += weights^T rows, for P^T dO and dS^T Q with P or dS in registers.
+    template <int kColumns>
+    FFA_DEVICE void issue_gradient(float (&gradient)[kColumns / 2], const uint32 (&weights)[kScores / 2],
+                                   const void* rows) const {
+        const uint64 b = D::contraction_is_strided(rows, C::kRowPanelBytes);
+#pragma unroll
+        for (int step = 0; step < C::kRows / 16; ++step) {
+            Mma<kColumns, false, true>::rs(gradient, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+                                           weights[4 * step + 3], D::advance(b, step * 16 * kPanelBytes), 1);
+        }
+        ptx::wgmma_commit();
+    }
+
+    FFA_DEVICE void exponentiate(float (&scores)[kScores], int stage) const {
+        const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const float2 row = shift[4 * j];
+            scores[4 * j] = ptx::exp2_approx(fmaf(scores[4 * j], params.scale_log2, -row.x));
+            scores[4 * j + 1] = ptx::exp2_approx(fmaf(scores[4 * j + 1], params.scale_log2, -row.y));
+            scores[4 * j + 2] = ptx::exp2_approx(fmaf(scores[4 * j + 2], params.scale_log2, -row.x));
+            scores[4 * j + 3] = ptx::exp2_approx(fmaf(scores[4 * j + 3], params.scale_log2, -row.y));
+        }
+    }
+
+    FFA_DEVICE void apply_mask(float (&weights)[kScores], int stage) const {
+        const uint2* words =
+            reinterpret_cast<const uint2*>(shared.mask[stage][2 * half + warp / 2]) + lane % 4;
+        const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const uint2 word = words[4 * j];
+            if (!(word.x & low)) weights[4 * j] = 0.0f;
+            if (!(word.y & low)) weights[4 * j + 1] = 0.0f;
+            if (!(word.x & high)) weights[4 * j + 2] = 0.0f;
+            if (!(word.y & high)) weights[4 * j + 3] = 0.0f;
+        }
+    }
+
+    // dP becomes dS.
+    FFA_DEVICE void score_gradients(const float (&weights)[kScores], float (&d_weights)[kScores], int stage) const {
+        const float2* delta = reinterpret_cast<const float2*>(shared.delta[stage]) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const float2 row = delta[4 * j];
+            d_weights[4 * j] = weights[4 * j] * (d_weights[4 * j] - row.x);
+            d_weights[4 * j + 1] = weights[4 * j + 1] * (d_weights[4 * j + 1] - row.y);
+            d_weights[4 * j + 2] = weights[4 * j + 2] * (d_weights[4 * j + 2] - row.x);
+            d_weights[4 * j + 3] = weights[4 * j + 3] * (d_weights[4 * j + 3] - row.y);
+        }
+    }
+
+    static FFA_DEVICE void pack(const float (&values)[kScores], uint32 (&pairs)[kScores / 2]) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) pairs[i] = ptx::pack_pair<C::kType>(values[2 * i], values[2 * i + 1]);
+    }
+
+    // S becomes P times the derivative of the score mod; pairs are P.
+    FFA_DEVICE void modify(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage) const {
+        const Step& step = shared.step[stage];
+        const bool masked = step.masked;
+        const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
+        const uint2* words = reinterpret_cast<const uint2*>(shared.mask[stage][2 * half + warp / 2]) + lane % 4;
+        const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
+        const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = step.row + lane % 4 * 2;
+        const int last_key = step.key_end - 1, last_row = params.q_len - 1;
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const float2 row_shift = shift[4 * j];
+            const uint2 word = masked ? words[4 * j] : uint2{0xffffffffu, 0xffffffffu};
+            float weight[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                // Tables must be readable for pairs outside of the lengths too; what they hold there may be NaN.
+                const ScoreIndex at{step.batch, step.head, min(row + 8 * j + i % 2, last_row),
+                                    min(key + 8 * (i / 2), last_key)};
+                float& score = scores[4 * j + i];
+                float slope = 1.0f;
+                score = Score::apply(score * params.score_scale, params.score_steps, at, slope);
+                const bool attended = (i % 2 ? word.y : word.x) & (i / 2 ? high : low);
+                const float exponent = fmaf(score, params.scale_log2, i % 2 ? -row_shift.y : -row_shift.x);
+                weight[i] = attended ? ptx::exp2_approx(exponent) : 0.0f;
+                score = Score::kSlopes ? (attended ? weight[i] * slope : 0.0f) : weight[i];
+            }
+            pairs[2 * j] = ptx::pack_pair<C::kType>(weight[0], weight[1]);
+            pairs[2 * j + 1] = ptx::pack_pair<C::kType>(weight[2], weight[3]);
+        }
+    }
+
+    // S becomes P (times the derivative of the score mod, if there is one), masked; pairs are P.
+    FFA_DEVICE void make_weights(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage, uint32 phase) const {
+        if constexpr (Score::kCount == 0) {
+            exponentiate(scores, stage);
+            if (shared.step[stage].masked) {
+                ptx::mbarrier_wait(&shared.mask_full[stage], phase);
+                apply_mask(scores, stage);
+            }
+            pack(scores, pairs);
+        } else {
+            if (shared.step[stage].masked) ptx::mbarrier_wait(&shared.mask_full[stage], phase);
+            modify(scores, pairs, stage);
+        }
+    }
+
+    // A gradient of 64 keys x kColumns: [columns / 8][thread] float4 of `block`, see backward_convert.cuh.
+    template <int kColumns> FFA_DEVICE void add_gradient(const float (&gradient)[kColumns / 2], float* block) const {
+        float* out = block + half * 64 * kColumns + (warp * 32 + lane) * 4;
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+            ptx::reduce_add_global_v4(out + j * 512, gradient[4 * j], gradient[4 * j + 1], gradient[4 * j + 2],
+                                      gradient[4 * j + 3]);
+        }
+    }
+
+    template <int kColumns>
+    FFA_DEVICE void store_gradient(const float (&gradient)[kColumns / 2], float factor, const Item& item, int columns,
+                                   void* out, int64 batch_stride, int64 head_stride, int64 row_stride) const {
+        using Element = typename C::GradientType;
+        const int key = half * 64 + warp * 16 + lane / 4;
+        Element* base = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
+                        (item.key_begin + key) * row_stride;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (item.key_begin + key + 8 * h >= item.key_end) continue;
+            Element* row = base + 8 * h * row_stride;
+#pragma unroll
+            for (int j = 0; j < kColumns / 8; ++j) {
+                const int column = 8 * j + lane % 4 * 2;
+                if (column >= columns) continue;
+                store_pair<C::kType>(row + column, gradient[4 * j + 2 * h] * factor,
+                                     gradient[4 * j + 2 * h + 1] * factor);
+            }
+        }
+    }
+
+    FFA_DEVICE float* block_of(const Item& item) const {
+        return params.dkv_buffer + static_cast<int64>(item.block) * (C::kKeys * (C::kHeadDim + C::kVDim));
+    }
+    FFA_DEVICE void finish_dk(const float (&dk)[C::kHeadDim / 2], const Item& item) const {
+        if (params.dkv_buffer) {
+            add_gradient<C::kHeadDim>(dk, block_of(item));
+        } else {
+            store_gradient<C::kHeadDim>(dk, params.scale, item, params.head_dim, params.dk, params.dk_batch,
+                                        params.dk_head, params.dk_row);
+        }
+    }
+    FFA_DEVICE void finish_dv(const float (&dv)[C::kVDim / 2], const Item& item) const {
+        if (params.dkv_buffer) {
+            add_gradient<C::kVDim>(dv, block_of(item) + C::kKeys * C::kHeadDim);
+        } else {
+            store_gradient<C::kVDim>(dv, 1.0f, item, params.v_dim, params.dv, params.dv_batch, params.dv_head,
+                                     params.dv_row);
+        }
+    }
+};
+
+}  // namespace ffa

@@ -1,0 +1,197 @@
+// Gradient of q for Hopper, driven by a tile plan: one writer per row and a fixed order of sums, so that results are
+// bitwise repeatable; also where heads are too wide for the K/V-stationary kernel (backward.cuh) to sum dQ beside dK and dV.
+//
+// Q-stationary: one persistent CTA per SM; two consumer warpgroups own 64 rows each and hold dQ in registers over all key
+// tiles of a row tile:
+//
+//     S = Q K^T              P = exp2(scale log2e S - lse), masked
+//     dP = dO V^T            dS = P (dP - delta)           dQ += dS K
+//
+// (FlashAttention-2, arXiv 2307.08691, algorithm 2, with the loops exchanged.)  dQ of the last key tile, S and dP run on the
+// tensor cores one after the other; the exponentials run beside dP, and each warpgroup's other work beside the products of
+// the other one.  Rows of a tile are (position, head) pairs, as in the forward kernel.
+#include "gradient_q_producer.cuh"
+
+struct Consumer {
+    using D = Descriptor<kSwizzle>;
+
+    const GradientQParams& params;
+    Shared& shared;
+    const int group;   // warpgroup
+    const int thread;  // in the warpgroup
+    Item item;
+    Ring<kKStages> k_ring;
+    Ring<kVStages> v_ring;
+
+    // Row h (0, 1) of this thread's fragment, counted from the first row of the tile.
+    FFA_DEVICE int fragment_row(int h) const { return 64 * group + 16 * (thread / 32) + lane_index() / 4 + 8 * h; }
+    // Its position; behind the last one (such rows are not stored) the last one, because tables must be readable.
+    FFA_DEVICE int position(int h) const { return min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1); }
+
+    FFA_DEVICE void release(uint64* barrier) const {
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(barrier);
+    }
+
+    // Starts scores = rows keys^T, for Q K^T and dO V^T.
+    template <int kColumns>
+    FFA_DEVICE void issue_scores(float (&scores)[kKvTile / 2], const void* rows, const void* keys) const {
+        const uint64 a = D::advance(D::contraction_is_contiguous(rows), group * 64 * kSwizzle);
+        const uint64 b = D::contraction_is_contiguous(keys);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kColumns / 16; ++step) {
+            const int panel = step / 4, offset = step % 4 * 32;
+            Wgmma<kType, kKvTile>::ss(scores, D::advance(a, panel * kRows * kSwizzle + offset),
+                                      D::advance(b, panel * kKvTile * kSwizzle + offset), step != 0);
+        }
+        wgmma_commit();
+    }
+
+    // Starts dq += dS K.
+    FFA_DEVICE void issue_dq(float (&dq)[kHeadDim / 2], const uint32 (&ds)[kKvTile / 4], const void* keys) const {
+        const uint64 b = D::contraction_is_strided(keys, kKvTile * kSwizzle);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kKvTile / 16; ++step) {
+            Wgmma<kType, kHeadDim, false, true>::rs(dq, ds[4 * step], ds[4 * step + 1], ds[4 * step + 2],
+                                                    ds[4 * step + 3], D::advance(b, step * 16 * kSwizzle), 1);
+        }
+        wgmma_commit();
+    }
+
+    FFA_DEVICE void build_mask(FragmentMask<kKvTile>& mask, const KeyTile& tile) const {
+        const int64 base = static_cast<int64>(item.mask) * params.intervals * params.q_len;
+        const int rows[2] = {position(0), position(1)};
+        mask.from_intervals(params.starts + base, params.ends + base, rows, params.intervals, params.q_len, tile.begin,
+                            tile.limit);
+    }
+
+    // S becomes P times the derivative of the score mod.
+    FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const float (&shift)[2], const KeyTile& tile) const {
+#pragma unroll
+        for (int i = 0; i < kKvTile / 2; ++i) {
+            const int h = i / 2 % 2;
+            if constexpr (Score::kCount == 0) {
+                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -shift[h]));
+            } else {
+                const ScoreIndex at{item.batch, item.head + fragment_row(h) % kPack, position(h),
+                                    min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
+                float slope = 1.0f;
+                const float score = Score::apply(scores[i] * params.score_scale, params.score_steps, at, slope);
+                scores[i] = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
+            }
+        }
+    }
+
+    FFA_DEVICE void run_item(float (&dq)[kHeadDim / 2]) {
+        float shift[2], delta[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int64 head = static_cast<int64>(item.batch) * params.heads + item.head + fragment_row(h) % kPack;
+            shift[h] = __ldg(params.row_shift + head * params.padded_rows + position(h));
+            delta[h] = __ldg(params.row_delta + head * params.padded_rows + position(h));
+        }
+        uint32 ds[kKvTile / 4];
+        int last_stage = 0;
+        for (int i = 0; i < item.key_tiles; ++i) {
+            float scores[kKvTile / 2], d_weights[kKvTile / 2];
+            const int stage = k_ring.stage;
+            mbarrier_wait(&shared.k_full[stage], k_ring.parity);
+            const KeyTile tile = shared.key_tiles[stage];
+            issue_scores<kHeadDim>(scores, shared.q, shared.k[stage]);
+            mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+            issue_scores<kVDim>(d_weights, shared.d_out, shared.v[v_ring.stage]);
+            FragmentMask<kKvTile> mask;
+            if (tile.masked) build_mask(mask, tile);
+            wgmma_wait<1>();  // S, and dQ of the tile before
+            fence_registers(scores);
+            if (i > 0) release(&shared.k_empty[last_stage]);
+            make_weights(scores, shift, tile);
+            if (tile.masked) mask.apply(scores, 0.0f);
+            wgmma_wait<0>();
+            fence_registers(d_weights);
+            release(&shared.v_empty[v_ring.stage]);
+            if (i + 1 == item.key_tiles) release(&shared.rows_empty);
+#pragma unroll
+            for (int j = 0; j < kKvTile / 4; ++j) {
+                const float row = delta[j % 2];
+                ds[j] = pack_pair<kType>(scores[2 * j] * (d_weights[2 * j] - row),
+                                         scores[2 * j + 1] * (d_weights[2 * j + 1] - row));
+            }
+            issue_dq(dq, ds, shared.k[stage]);
+            last_stage = stage;
+            k_ring.advance();
+            v_ring.advance();
+        }
+        wgmma_wait<0>();
+        fence_registers(dq);
+        release(&shared.k_empty[last_stage]);
+    }
+
+    FFA_DEVICE void store(const float (&dq)[kHeadDim / 2]) const {
+        using Element = SelectType<FFA_WIDE, float, uint16>::type;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = item.row_begin + fragment_row(h) / kPack;
+            Element* const to = static_cast<Element*>(params.dq) + item.batch * params.dq_batch +
+                                (item.head + fragment_row(h) % kPack) * params.dq_head + row * params.dq_row;
+            store_row<kType, kHeadDim>(to, row < item.row_end, dq, h, params.head_dim);
+        }
+    }
+
+    FFA_DEVICE void run() {
+        for (uint32 parity = 0;; parity ^= 1) {
+            mbarrier_wait(&shared.rows_full, parity);
+            item = shared.item;
+            item.key_tiles = warp_uniform(item.key_tiles);
+            if (item.key_tiles < 0) return;
+            float dq[kHeadDim / 2] = {};
+            if (item.key_tiles > 0) {
+                run_item(dq);
+#pragma unroll
+                for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= params.scale;
+            } else {
+                release(&shared.rows_empty);
+            }
+            store(dq);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    ffa_gradient_q(const __grid_constant__ GradientQParams params) {
+    extern __shared__ __align__(1024) uint8 shared_bytes[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+    if (threadIdx.x == 0) {
+        constexpr uint32 kConsumerWarps = 4 * kConsumers;
+        mbarrier_init(&shared.rows_full, 1);
+        mbarrier_init(&shared.rows_empty, kConsumerWarps);
+#pragma unroll
+        for (int s = 0; s < kKStages; ++s) {
+            mbarrier_init(&shared.k_full[s], 1);
+            mbarrier_init(&shared.k_empty[s], kConsumerWarps);
+        }
+#pragma unroll
+        for (int s = 0; s < kVStages; ++s) {
+            mbarrier_init(&shared.v_full[s], 1);
+            mbarrier_init(&shared.v_empty[s], kConsumerWarps);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    const int warpgroup = warp_uniform(threadIdx.x / 128);
+    if (warpgroup == 0) {
+        register_decrease<kProducerRegisters>();
+        if (threadIdx.x < 32 && elect_one()) {
+            Producer producer{params, shared};
+            producer.run();
+        }
+    } else {
+        register_increase<kConsumerRegisters>();
+        Consumer consumer{params, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128)};
+        consumer.run();
+    }
+}
+
+extern "C" __device__ const int ffa_gradient_q_shared_bytes = sizeof(Shared);

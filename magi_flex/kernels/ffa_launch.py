@@ -1,0 +1,57 @@
+"""What launches of the Hopper kernels have in common.
+
+Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D query/key head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+LOG2_E = math.log2(math.e)
+_CAPACITY = 1024
+
+
+class LauncherCache(threading.local, Generic[T]):
+    """Launchers (what a launch needs that does not depend on addresses and masks) by geometry.
+
+    Each thread has its own, because a launch writes into the launcher's parameter blocks.
+
+    Args:
+        make: a launcher for an instance of a kernel and tensors of this geometry.
+    """
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make = make
+        self._by_geometry: dict[Hashable, T] = {}
+
+    def get(self, instance: Hashable, *tensors: Tensor) -> T:
+        geometry = (instance, tensors[0].device.index, *[(x.shape, x.stride()) for x in tensors])
+        launcher = self._by_geometry.get(geometry)
+        if launcher is None:
+            if len(self._by_geometry) >= _CAPACITY:
+                self._by_geometry.clear()
+            launcher = self._by_geometry[geometry] = self._make(instance, *tensors)
+        return launcher
+
+
+@functools.lru_cache(maxsize=16)
+def multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def kernel_dtype(dtype: torch.dtype) -> str:
+    """A name of the kernels' ``DType``."""
+    return "bf16" if dtype == torch.bfloat16 else "fp16"
+
+
+def step_list(kinds: tuple[str, ...]) -> str:
+    """The macro FFA_SCORE_STEPS."""
+    return ",".join(f"ScoreStep::{kind}" for kind in kinds or ("none",))

@@ -1,0 +1,114 @@
+"""The Hopper kernels' own source on a CPU (tests/emulation) against dense float64 attention, at small sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import ffa
+from magi_flex.kernels.ffa import FfaBackend
+from magi_flex.kernels.request import AttentionGradients, AttentionRequest, ScoreProgram
+from magi_flex.mask_plan import MaskPlan
+from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
+from tests.cases.score_steps import step_programs, steps_mod
+from tests.emulation import emulator
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+
+BATCH, HEADS, KV_HEADS = 1, 4, 2
+
+
+def causal(q_len: int, kv_len: int) -> MaskPlan:
+    ends = torch.arange(q_len, dtype=torch.int32).view(1, 1, 1, -1) + kv_len - q_len + 1
+    return MaskPlan(RowIntervals.build(torch.zeros_like(ends), ends, kv_len))
+
+
+def scattered(q_len: int, kv_len: int) -> MaskPlan:
+    """Three intervals a row at random, some rows empty, some whole."""
+    torch.manual_seed(q_len)
+    starts, ends = torch.randint(0, kv_len + 1, (2, 1, 1, 3, q_len), dtype=torch.int32).sort(0).values
+    empty, whole = torch.rand(2, q_len) < 0.2
+    starts[..., whole & ~empty], ends[..., whole & ~empty] = 0, kv_len
+    ends[..., empty] = 0
+    return MaskPlan(RowIntervals.build(starts, ends, kv_len))
+
+
+def inputs(q_len: int, kv_len: int, head_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output."""
+    torch.manual_seed(head_dim + q_len)
+    q = torch.randn(BATCH, HEADS, q_len, head_dim).to(dtype)
+    k = torch.randn(BATCH, KV_HEADS, kv_len, head_dim).to(dtype)
+    v = torch.randn(BATCH, KV_HEADS, kv_len, v_dim).to(dtype)
+    return q, k, v, torch.randn(BATCH, HEADS, q_len, v_dim).to(dtype)
+
+
+def dense(request: AttentionRequest, d_out: Tensor, d_lse: Tensor | None, dtype: torch.dtype) -> AttentionWithGradients:
+    mod = steps_mod(request.score.steps or ())
+    return dense_attention_with_gradients(
+        request.q, request.k, request.v, d_out, d_lse, request.plan.to_dense(), mod, (), request.scale, dtype
+    )
+
+
+def check_backward(request: AttentionRequest, d_out: Tensor, d_lse: Tensor | None = None) -> AttentionGradients:
+    exact, rounded = (dense(request, d_out, d_lse, dtype) for dtype in (torch.float64, request.q.dtype))
+    result = FfaBackend().backward(request, exact.out.to(request.q.dtype), exact.lse.float(), d_out, d_lse)
+    for name in ("dq", "dk", "dv"):
+        assert_within_factor(getattr(result, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+    assert (result.dq[exact.lse == -torch.inf] == 0).all()
+    return result
+
+
+def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffa, "_GAIN_OF_THREE", 99.0)  # three warpgroups, however few the rows
+    for seed, (plan, (q_len, kv_len)) in enumerate(((causal, (127, 257)), (scattered, (129, 150)))):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = inputs(q_len, kv_len, 128, 128, torch.bfloat16)
+        request = AttentionRequest(q, k, v, plan(q_len, kv_len), 0.1)
+        result = FfaBackend().forward(request)
+        exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
+        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
+        assert_within_factor(result.max_score, rounded.max_score, exact.max_score, floor=1e-5)
+
+
+def test_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, (plan, (q_len, kv_len)) in enumerate(((causal, (127, 257)), (scattered, (150, 131)))):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+        d_lse = torch.randn(BATCH, HEADS, q_len)
+        check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.1), d_out, d_lse)
+
+
+def test_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, d_out = inputs(150, 197, 64, 64, torch.float16)
+    request = AttentionRequest(q, k, v, scattered(150, 197), 0.1, deterministic=True)
+    results = []
+    for seed in range(3):
+        emulator.install(monkeypatch, seed)
+        results.append(check_backward(request, d_out))
+    for other in results[1:]:
+        assert all(torch.equal(getattr(results[0], n), getattr(other, n)) for n in ("dq", "dk", "dv"))
+    emulator.install(monkeypatch)
+    q, k, v, d_out = inputs(127, 257, 64, 64, torch.float16)
+    check_backward(AttentionRequest(q, k, v, causal(127, 257), 0.1, deterministic=True), d_out)
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128)], ids=str)
+def test_wide_heads(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, (plan, (q_len, kv_len)) in enumerate(((causal, (65, 129)), (scattered, (70, 131)))):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = inputs(q_len, kv_len, *dims, torch.bfloat16)
+        check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.07), d_out)
+
+
+@pytest.mark.parametrize(("name", "deterministic"), [("factors", False), ("four_steps", True)])
+def test_score_steps(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q_len, kv_len = 127, 150
+    torch.manual_seed(0)
+    score = ScoreProgram(steps=step_programs(BATCH, HEADS, q_len, kv_len)[name])
+    for seed, plan in enumerate((causal, scattered)):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+        check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.2, score, deterministic), d_out)

@@ -1,0 +1,43 @@
+"""The driver of the GPU tests and benchmarks: what it leaves behind when things go wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Step
+
+TESTS = """
+import time
+def test_first(): pass
+def test_fails(): assert False
+def test_hangs(): time.sleep(100)
+def test_last(): pass
+"""
+
+
+def test_a_hanging_test_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(TESTS)
+    arguments = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_some.py")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "steps", lambda out: [
+        Step("tests", arguments, 12), Step("left-out", ("-c", ""), 9), Step("tests-bench", ("-c", "print(7)"), 30)
+    ])  # fmt: skip
+    out = tmp_path / "out"
+    assert gpu_check.main([str(out), "--only", "tests", "--limit", "60"]) == 1
+    first, again, bench = json.loads((out / "summary.json").read_text())
+    assert first["outcome"].startswith("stopped") and first["tests"] == {"PASSED": 1, "FAILED": 1}
+    assert first["failed"] == ["tests/test_some.py::test_fails", "tests/test_some.py::test_hangs (hung)"]
+    assert again["outcome"] == "ok" and again["tests"] == {"PASSED": 1}
+    assert bench["outcome"] == "ok" and (out / "tests-bench.log").read_text() == "7\n"
+
+
+def test_every_step_exists(tmp_path: Path) -> None:
+    found = gpu_check.steps(tmp_path)
+    assert found[0].name == "compile-ffa" and found[1].name == "tests-test_ffa_backward"
+    files = [path for step in found for path in step.arguments if path.startswith("tests/gpu/")]
+    assert sorted(files) == sorted(f"tests/gpu/{path.name}" for path in Path("tests/gpu").glob("test_*.py"))
