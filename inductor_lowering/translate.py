@@ -18,6 +18,7 @@ from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import AUTO, check_choice, stock_is_faster
+from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
 from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
 from magi_flex.score_steps import step_types
 
@@ -110,8 +111,11 @@ def leave_to_faster_stock(
     if backend != AUTO or mask.sharded or not all(isinstance(x.shape[3], int) for x in (q, v)):
         return
     steps: tuple[type, ...] | None = ()
+    ops: frozenset[str] = frozenset()
     if score.forward is not None:
         steps = None if score.recipe is None else step_types(json.loads(score.recipe))
+        if steps is None:
+            ops = score_ops(FxProgram.from_json(score.forward), SCORE_ARGUMENTS)
     facts = RequestFacts(
         device=q.device,
         dtype=q.dtype,
@@ -126,7 +130,7 @@ def leave_to_faster_stock(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mixed_dtypes=not q.dtype == k.dtype == v.dtype,
         max_score=call.wants_max_score,
-        score_ops=score.operators if steps is None else frozenset(),
+        score_ops=ops,
     )
     reason = stock_is_faster(facts)
     if reason is not None:

@@ -139,11 +139,6 @@ class ScoreSpec:
     needs_grad: tuple[bool, ...] = ()
     recipe: str | None = None
 
-    @property
-    def operators(self) -> frozenset[str]:
-        """What the forward graph calls, see FxProgram.operators."""
-        return frozenset() if self.forward is None else _program(self.forward).operators
-
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 

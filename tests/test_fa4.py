@@ -519,5 +519,5 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_place() -> None:
     names = route.backend_names()
-    assert names.index("ffa") + 1 == names.index("fa4") < names.index("cpu")
+    assert names.index("ffa") + 1 == names.index("fa4") < names.index("triton")
     assert "has not run on a GPU yet" in str(route.reservation("fa4"))

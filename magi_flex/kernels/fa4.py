@@ -18,7 +18,7 @@ from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask,
 from magi_flex.kernels.fa4_package import missing_package, package
 from magi_flex.kernels.fa4_score import KernelScore, kernel_score
 from magi_flex.kernels.fa4_trace import unknown_operators
-from magi_flex.kernels.ffa import leading_factors, positive_scale
+from magi_flex.kernels.ffa import positive_scale
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import (
     AttentionGradients,
@@ -29,6 +29,7 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
+from magi_flex.kernels.score_split import leading_factors
 
 LOG2_E = math.log2(math.e)
 ARCHITECTURES = (9, 10, 11)
@@ -198,7 +199,7 @@ def scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, K
     sizes = (batch, heads, q_len, request.k.shape[2])
     if request.score.steps is None:
         return request.scale, kernel_score(request.score, None, sizes, backward)
-    scale, steps = leading_factors(request)
+    scale, steps = leading_factors(request.scale, request.score.steps)
     return scale, kernel_score(request.score, steps, sizes, backward)
 
 

@@ -7,7 +7,6 @@ E value head dim.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -35,8 +34,8 @@ from magi_flex.kernels.request import (
     Distance,
     Multiply,
     RequestFacts,
-    ScoreStep,
 )
+from magi_flex.kernels.score_split import leading_factors
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
 
@@ -141,7 +140,8 @@ class FfaBackend(Backend):
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
-        scale, steps = leading_factors(request)
+        assert request.score.steps is not None, "objections() turns general score mods away"
+        scale, steps = leading_factors(request.scale, request.score.steps)
         score = kernel_score(steps) if steps else None
         if score is None:
             q, scale = positive_scale(q, scale)
@@ -191,7 +191,8 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, steps = leading_factors(request)
+        assert request.score.steps is not None
+        scale, steps = leading_factors(request.scale, request.score.steps)
         score = kernel_score(steps) if steps else None
         kinds = score.kinds if score else ()
         deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -336,15 +337,6 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
     return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
-
-
-def leading_factors(request: AttentionRequest) -> tuple[float, tuple[ScoreStep, ...]]:
-    """The scale with the factors that the score mod begins with, and the steps that remain."""
-    steps = request.score.steps
-    assert steps is not None, "objections() turns general score mods away"
-    factors = list(itertools.takewhile(lambda step: isinstance(step, Multiply), steps))
-    scale = math.prod((step.factor for step in factors if isinstance(step, Multiply)), start=request.scale)
-    return scale, steps[len(factors) :]
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

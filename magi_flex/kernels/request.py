@@ -179,4 +179,4 @@ class RequestFacts:
     mixed_dtypes: bool = False  # k or v have another dtype than q
     index_map: bool = False  # the score mod sees other indices than the local ones
     max_score: bool = False  # the largest scores are asked for
-    score_ops: frozenset[str] = frozenset()  # of a score mod without steps: the operators of its graphs
+    score_ops: frozenset[str] = frozenset()  # what a general score mod does to single scores, see score_split.py
