@@ -86,6 +86,8 @@ _GRADIENT_Q = {
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
+# Whether :meth:`FfaBackend.accumulate` merges inside the forward kernel: not before that has run on a GPU.
+_MERGE_IN_KERNEL = False
 
 
 class FfaBackend(Backend):
@@ -140,6 +142,22 @@ class FfaBackend(Backend):
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
+        result = AttentionOutput(out, lse, max_score)
+        self._forward(request, result, accumulate=False)
+        return result
+
+    def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
+        parts = (earlier.lse, earlier.max_score)
+        in_kernel = _MERGE_IN_KERNEL and is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
+        if not in_kernel or earlier.out.dtype != torch.float32:
+            return super().accumulate(request, earlier)
+        if earlier.out.numel() and request.k.shape[2]:
+            self._forward(request, earlier, accumulate=True)
+        return earlier
+
+    def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
+        q, k, v = request.q, request.k, request.v
+        batch, heads, q_len, _ = q.shape
         assert request.score.steps is not None, "objections() turns general score mods away"
         scale, steps = leading_factors(request.scale, request.score.steps)
         score = kernel_score(steps) if steps else None
@@ -151,10 +169,11 @@ class FfaBackend(Backend):
             v.shape[3],
             heads // k.shape[1],
             request.plan.starts.shape[1],
-            request.wide_results,
+            result.out.dtype == torch.float32,
             score.kinds if score else (),
             batch * heads * q_len,
             multiprocessors(q.device.index),
+            accumulate,
         )
         with torch.cuda.device(q.device):
             launch_forward(
@@ -165,13 +184,12 @@ class FfaBackend(Backend):
                 contiguous_intervals(request.plan),
                 forward_schedule(request.plan, instance),
                 scale,
-                out,
-                lse,
-                max_score,
+                result.out,
+                result.lse,
+                result.max_score,
                 score,
                 request.sm_margin,
             )
-        return AttentionOutput(out, lse, max_score)
 
     def backward(
         self,
@@ -253,6 +271,7 @@ def forward_instance(
     score_steps: tuple[str, ...] = (),
     rows: int | None = None,
     multiprocessors: int = 132,
+    accumulate: bool = False,
 ) -> ForwardInstance:
     """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
 
@@ -271,7 +290,7 @@ def forward_instance(
             three = two
     *sizes, stage_out = three
     pack = packed_heads(group, mask_heads)
-    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, score_steps)
+    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, accumulate, score_steps)
 
 
 def _busy(row_tiles: float) -> float:
