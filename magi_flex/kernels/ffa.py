@@ -23,7 +23,7 @@ from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
-from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     AttentionGradients,
@@ -136,8 +136,8 @@ class FfaBackend(Backend):
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        shape = (batch, heads, q_len, v.shape[3])
-        out = empty_in_order(q, shape, fill_order(q), torch.float32 if request.wide_results else q.dtype)
+        shape = torch.Size((batch, heads, q_len, v.shape[3]))
+        out = empty_like_filled(q, shape, torch.float32 if request.wide_results else q.dtype)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
@@ -200,10 +200,8 @@ class FfaBackend(Backend):
         d_lse: Tensor | None,
     ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dtypes = [torch.float32 if request.wide_results else x.dtype for x in (q, k, v)]
-        dq, dk, dv = (
-            empty_in_order(x, x.shape, fill_order(x), dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)
-        )
+        dtype = torch.float32 if request.wide_results else q.dtype
+        dq, dk, dv = (empty_like_filled(x, x.shape, dtype) for x in (q, k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
