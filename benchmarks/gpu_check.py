@@ -63,8 +63,16 @@ TEST_SECONDS = {
 OTHER_TEST_SECONDS = 120
 # (module, arguments): likewise; "{out}" is the folder for results.
 BENCHMARKS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("bench_ffa_backward", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 150),
-    ("bench_ffa_backward", ("--lengths", "8192", "--dims", "256,64", "--rounds", "5", "--directory", "{out}/dims"), 90),
+    (
+        "bench_ffa_backward",
+        ("--lengths", "8192,32768", "--deterministic", "--softcap", "--rounds", "5", "--directory", "{out}"),
+        150,
+    ),
+    (
+        "bench_ffa_backward",
+        ("--lengths", "8192", "--dims", "256,192:128,64", "--rounds", "5", "--directory", "{out}/dims"),
+        120,
+    ),
     ("bench_ffa", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 120),
     ("bench_triton", ("--directory", "{out}"), 180),
     ("bench_device_plans", ("--directory", "{out}"), 120),

@@ -141,7 +141,7 @@ class _Rewriter:
                     *(call.q, call.k, call.v),
                     *plan,
                     *(score_tensors, score_ints, score.to_json()),
-                    *(call.scale, backend, needs_backward, dense_order(out)),
+                    *(call.scale, backend, needs_backward, dense_order(out), call.wants_max_score),
                 ),
             )
         new.meta = {**node.meta, "val": (out, lse.to(wide), max_score.to(wide))}

@@ -18,7 +18,8 @@ from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.request import RequestFacts
-from magi_flex.kernels.route import AUTO, SLOW, check_choice, route, stock_is_faster
+from magi_flex.kernels.route import AUTO, check_choice, route, stock_is_faster
+from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
 from magi_flex.score_steps import step_types
@@ -122,8 +123,11 @@ def call_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grad
     if not all(isinstance(x.shape[3], int) for x in (q, v)):
         return None
     steps: tuple[type, ...] | None = ()
+    ops: frozenset[str] = frozenset()
     if score.forward is not None:
         steps = None if score.recipe is None else step_types(json.loads(score.recipe))
+        if steps is None:
+            ops = score_ops(FxProgram.from_json(score.forward), SCORE_ARGUMENTS)
     return RequestFacts(
         device=q.device,
         dtype=q.dtype,
@@ -137,6 +141,8 @@ def call_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grad
         has_bit_tiles=False,  # known only when the plan is made
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mixed_dtypes=not q.dtype == k.dtype == v.dtype,
+        max_score=call.wants_max_score,
+        score_ops=ops,
     )
 
 
@@ -149,7 +155,7 @@ def in_cuda_graph(call: HopCall, score: ScoreSpec, backend: str, needs_backward:
     if not inductor_config.triton.cudagraphs or facts is None or objection(facts.device, has_bit_tiles=False):
         return False
     try:
-        return route(facts, backend).name != SLOW
+        return route(facts, backend).never_waits
     except ValueError:  # the chosen backend does not serve the call, which it says when it runs
         return False
 

@@ -90,11 +90,27 @@ class FxProgram:
         needed = {step}
         for number in range(step, -1, -1):
             if number in needed:
-                needed.update(_references(self.steps[number][1:]))
+                needed.update(self.references(number))
         kept = [n for n, s in enumerate(self.steps) if n in needed or s[0] == "arg"]
         renumbered = {old: new for new, old in enumerate(kept)}
         steps = [_renumber(self.steps[n], renumbered) for n in kept]
         return FxProgram((*steps, ["return", {"node": renumbered[step]}]))
+
+    def references(self, step: int) -> list[int]:
+        """The steps whose values ``step`` reads."""
+        return _references(self.steps[step][1:])
+
+    def part(self, known: Sequence[int], outputs: Sequence[int | None]) -> FxProgram:
+        """The program that takes the values of the steps ``known`` as arguments and returns those of ``outputs``."""
+        needed = {x for x in outputs if x is not None}
+        for number in range(len(self.steps) - 1, -1, -1):
+            if number in needed and number not in known:
+                needed.update(self.references(number))
+        rest = [n for n in range(len(self.steps)) if n in needed and n not in known]
+        renumbered = {old: new for new, old in enumerate([*known, *rest])}
+        steps = [["arg"] for _ in known] + [_renumber(self.steps[n], renumbered) for n in rest]
+        returned = [None if x is None else {"node": renumbered[x]} for x in outputs]
+        return FxProgram((*steps, ["return", returned]))
 
     def run(
         self,

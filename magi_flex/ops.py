@@ -34,7 +34,7 @@ _library.define(
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
-    "int[] out_order) -> (Tensor, Tensor, Tensor)",
+    "int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 _library.define(
@@ -50,7 +50,8 @@ _library.define(
 )
 _library.define(
     "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, "
-    "str score, float scale, str backend, bool needs_backward, int[] out_order) -> (Tensor, Tensor, Tensor)",
+    "str score, float scale, str backend, bool needs_backward, int[] out_order, bool max_score=True) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
 _library.define(
@@ -169,12 +170,14 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram) -> AttentionRequest:
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram, max_score: bool = False
+) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
     check_inputs(q, k, v)
     check_plan(plan, q, k)
     k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
-    return AttentionRequest(q, k, v, plan, scale, score)
+    return AttentionRequest(q, k, v, plan, scale, score, max_score=max_score)
 
 
 def run_forward(
@@ -187,9 +190,10 @@ def run_forward(
     backend: str,
     needs_backward: bool,
     out_order: Sequence[int],
+    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
-    request = _request(q, k, v, plan, scale, score)
+    request = _request(q, k, v, plan, scale, score, max_score)
     result = route(facts_of(request, needs_backward), backend).forward(request)
     return in_order(result.out, out_order), result.lse, result.max_score
 
@@ -238,6 +242,7 @@ def attention(
     backend: str,
     needs_backward: bool,
     out_order: Sequence[int],
+    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sharded = MaskSpec.from_json(mask).sharded
     sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -246,11 +251,11 @@ def attention(
         run = sharded_attention().run_forward
         return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
     mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order)
+    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order, max_score)
 
 
 @torch.library.register_fake("magi_flex::attention", lib=_library)
-def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order):  # type: ignore[no-untyped-def]
+def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
     return _fake_forward(q, v, out_order)
 
 
@@ -281,16 +286,18 @@ def planned_attention(
     backend: str,
     needs_backward: bool,
     out_order: Sequence[int],
+    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``attention``, with all of the plan in tensors of the graph, so that it can be captured and replayed."""
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
     with nothing_kept():
-        return run_forward(q, k, v, _planned(intervals, q, k), program, scale, backend, needs_backward, out_order)
+        plan = _planned(intervals, q, k)
+        return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score)
 
 
 @torch.library.register_fake("magi_flex::planned_attention", lib=_library)
-def _(q, k, v, intervals, st, si, score, scale, backend, needs_backward, out_order):  # type: ignore[no-untyped-def]
+def _(q, k, v, intervals, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
     return _fake_forward(q, v, out_order)
 
 

@@ -13,20 +13,19 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_build, cuda_driver, ffa_ahead
 from magi_flex.kernels.cuda_build import CompileError, Cubin, compile_cubin, has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, leading_factors, tma_ready
+from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, tma_ready
 from magi_flex.kernels.ffa_schedule import make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
-    AttentionRequest,
     Bias,
     Distance,
     Multiply,
     RequestFacts,
-    ScoreProgram,
     Softcap,
 )
 from magi_flex.kernels.route import explain_route
+from magi_flex.kernels.score_split import leading_factors
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 
@@ -56,9 +55,9 @@ def instructions(code: bytes, kernel: str) -> Counter[int]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("wide_out", [False, True])
-def test_forward_uses_the_matrix_units_and_spills_nothing(wide_out: bool) -> None:
-    instance = forward_instance(torch.bfloat16, 128, 128, group=8, mask_heads=1, wide_out=wide_out)
+@pytest.mark.parametrize("merged", [False, True])
+def test_forward_uses_the_matrix_units_and_spills_nothing(merged: bool) -> None:
+    instance = forward_instance(torch.bfloat16, 128, 128, group=8, mask_heads=1, wide_out=merged, accumulate=merged)
     cubin = instance.compile()
     assert cubin.spill_bytes == 0
     assert cubin.warnings == []
@@ -239,11 +238,8 @@ def test_score_steps_in_order() -> None:
 
 
 def test_leading_factors_join_the_scale() -> None:
-    x = torch.zeros(1, 1, 1, 8)
-    plan = MaskPlan(RowIntervals.full(1, 1))
-
     def factors(*steps) -> tuple:
-        return leading_factors(AttentionRequest(x, x, x, plan, 0.5, ScoreProgram(steps=steps)))
+        return leading_factors(0.5, steps)
 
     assert factors() == (0.5, ())
     assert factors(Multiply(2.0), Multiply(-3.0)) == (-3.0, ())

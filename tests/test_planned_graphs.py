@@ -15,6 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import magi_flex
 from inductor_lowering import translate
 from magi_flex import mods, ops
+from magi_flex.kernels.cpu import CpuBackend
+from magi_flex.kernels.tiled_torch import TiledBackend
 from magi_flex.op_specs import MaskSpec
 from tests.compiling import check_training, qkv
 
@@ -49,6 +51,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     monkeypatch.setattr(MaskSpec, "build", count_looks)
     monkeypatch.setattr(ops, "_planned", count_attention)
     monkeypatch.setattr(translate, "objection", lambda device, has_bit_tiles: None)
+    monkeypatch.setattr(CpuBackend, "never_waits", True)
+    monkeypatch.setattr(TiledBackend, "never_waits", True)  # where there is no compiler
     with magi_flex.enable(), inductor_config.patch({"triton.cudagraphs": True}):
         yield seen
 

@@ -89,6 +89,23 @@ def test_on_a_gpu_stock_kernels_beat_the_tiled_one(monkeypatch: pytest.MonkeyPat
     assert stock_is_faster(replace(gpu, score_steps=None, head_dim=8)) is None
 
 
+def test_stock_keeps_less_once_triton_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    from magi_flex.kernels.ffa import FfaBackend
+    from magi_flex.kernels.triton_backend import TritonBackend
+
+    for backend in (FfaBackend, TritonBackend):
+        monkeypatch.setattr(backend, "missing", lambda self, device: None)
+    proven = tuple(entry._replace(experimental=False) for entry in backend_registry.BACKENDS)
+    gpu = replace(FACTS, device=torch.device("cuda", 0), dtype=torch.bfloat16, score_steps=None, score_grads=True)
+    assert "has not run on a GPU yet" in str(stock_is_faster(gpu))
+    monkeypatch.setattr(backend_registry, "BACKENDS", proven)
+    assert stock_is_faster(gpu) is None
+    assert stock_is_faster(replace(gpu, dtype=torch.float32, head_dim=256, has_bit_tiles=True)) is None
+    bucketize = stock_is_faster(replace(gpu, score_ops=frozenset({"aten::bucketize"})))
+    assert bucketize is not None and "triton: cannot generate code for aten::bucketize" in bucketize
+    assert stock_is_faster(replace(gpu, deterministic=True)) is not None
+
+
 def test_steps_are_named_alike_before_and_after_they_are_made() -> None:
     recipe = [("multiply", 2.0), ("softcap", 3.0), ("distance", None, 1.0, True), ("constant", 1.0)]
     assert step_types(recipe) == (Multiply, Softcap, Distance, Bias)

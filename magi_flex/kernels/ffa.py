@@ -7,7 +7,6 @@ E value head dim.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
-from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     AttentionGradients,
@@ -35,8 +34,8 @@ from magi_flex.kernels.request import (
     Distance,
     Multiply,
     RequestFacts,
-    ScoreStep,
 )
+from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 
@@ -87,12 +86,15 @@ _GRADIENT_Q = {
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
+# Whether :meth:`FfaBackend.accumulate` merges inside the forward kernel: not before that has run on a GPU.
+_MERGE_IN_KERNEL = False
 
 
 class FfaBackend(Backend):
     """Forward and backward on Hopper; see :meth:`objections` for what it leaves to others."""
 
     name = "ffa"
+    never_waits = True
 
     def missing(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -135,13 +137,30 @@ class FfaBackend(Backend):
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        shape = (batch, heads, q_len, v.shape[3])
-        out = empty_in_order(q, shape, fill_order(q), torch.float32 if request.wide_results else q.dtype)
+        shape = torch.Size((batch, heads, q_len, v.shape[3]))
+        out = empty_like_filled(q, shape, torch.float32 if request.wide_results else q.dtype)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
-        scale, steps = leading_factors(request)
+        result = AttentionOutput(out, lse, max_score)
+        self._forward(request, result, accumulate=False)
+        return result
+
+    def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
+        parts = (earlier.lse, earlier.max_score)
+        in_kernel = _MERGE_IN_KERNEL and is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
+        if not in_kernel or earlier.out.dtype != torch.float32:
+            return super().accumulate(request, earlier)
+        if earlier.out.numel() and request.k.shape[2]:
+            self._forward(request, earlier, accumulate=True)
+        return earlier
+
+    def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
+        q, k, v = request.q, request.k, request.v
+        batch, heads, q_len, _ = q.shape
+        assert request.score.steps is not None, "objections() turns general score mods away"
+        scale, steps = leading_factors(request.scale, request.score.steps)
         score = kernel_score(steps) if steps else None
         if score is None:
             q, scale = positive_scale(q, scale)
@@ -151,10 +170,11 @@ class FfaBackend(Backend):
             v.shape[3],
             heads // k.shape[1],
             request.plan.starts.shape[1],
-            request.wide_results,
+            result.out.dtype == torch.float32,
             score.kinds if score else (),
             batch * heads * q_len,
             multiprocessors(q.device.index),
+            accumulate,
         )
         with torch.cuda.device(q.device):
             launch_forward(
@@ -165,13 +185,12 @@ class FfaBackend(Backend):
                 contiguous_intervals(request.plan),
                 forward_schedule(request.plan, instance),
                 scale,
-                out,
-                lse,
-                max_score,
+                result.out,
+                result.lse,
+                result.max_score,
                 score,
                 request.sm_margin,
             )
-        return AttentionOutput(out, lse, max_score)
 
     def backward(
         self,
@@ -182,16 +201,15 @@ class FfaBackend(Backend):
         d_lse: Tensor | None,
     ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dtypes = [torch.float32 if request.wide_results else x.dtype for x in (q, k, v)]
-        dq, dk, dv = (
-            empty_in_order(x, x.shape, fill_order(x), dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)
-        )
+        dtype = torch.float32 if request.wide_results else q.dtype
+        dq, dk, dv = (empty_like_filled(x, x.shape, dtype) for x in (q, k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, steps = leading_factors(request)
+        assert request.score.steps is not None
+        scale, steps = leading_factors(request.scale, request.score.steps)
         score = kernel_score(steps) if steps else None
         kinds = score.kinds if score else ()
         deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -252,6 +270,7 @@ def forward_instance(
     score_steps: tuple[str, ...] = (),
     rows: int | None = None,
     multiprocessors: int = 132,
+    accumulate: bool = False,
 ) -> ForwardInstance:
     """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
 
@@ -270,7 +289,7 @@ def forward_instance(
             three = two
     *sizes, stage_out = three
     pack = packed_heads(group, mask_heads)
-    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, score_steps)
+    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, accumulate, score_steps)
 
 
 def _busy(row_tiles: float) -> float:
@@ -336,15 +355,6 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
     return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
-
-
-def leading_factors(request: AttentionRequest) -> tuple[float, tuple[ScoreStep, ...]]:
-    """The scale with the factors that the score mod begins with, and the steps that remain."""
-    steps = request.score.steps
-    assert steps is not None, "objections() turns general score mods away"
-    factors = list(itertools.takewhile(lambda step: isinstance(step, Multiply), steps))
-    scale = math.prod((step.factor for step in factors if isinstance(step, Multiply)), start=request.scale)
-    return scale, steps[len(factors) :]
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts
+from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts, ScoreProgram
+from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, score_ops
 
 logger = logging.getLogger("magi_flex")
 
@@ -29,6 +30,8 @@ class Entry(NamedTuple):
 # Fastest first.
 BACKENDS: tuple[Entry, ...] = (
     Entry("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
+    Entry("fa4", "magi_flex.kernels.fa4", "Fa4Backend", experimental=True),
+    Entry("triton", "magi_flex.kernels.triton_backend", "TritonBackend", experimental=True),
     Entry("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
     Entry("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )
@@ -156,4 +159,13 @@ def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:
         index_map=bool(
             index_map.b_offset or index_map.h_offset or index_map.q_index is not None or index_map.k_index is not None
         ),
+        max_score=request.max_score,
+        score_ops=_score_ops(score, needs_backward),
     )
+
+
+def _score_ops(score: ScoreProgram, needs_backward: bool) -> frozenset[str]:
+    if score.steps is not None or score.forward is None:
+        return frozenset()
+    ops = score_ops(score.forward, SCORE_ARGUMENTS)
+    return ops | score_ops(score.joint, JOINT_ARGUMENTS) if needs_backward and score.joint is not None else ops

@@ -1,0 +1,113 @@
+"""What of a score program a kernel has to do for each score, and what torch does once before and behind it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.kernels.request import Multiply, ScoreStep
+
+SCORE_ARGUMENTS, JOINT_ARGUMENTS = 5, 6  # score, b, h, q, k and, in the joint graph, the gradient of the result
+SCATTER = "flex_lib::zeros_and_scatter"
+_CAPACITY = 512
+_entries: OrderedDict[Any, tuple[FxProgram, Any]] = OrderedDict()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of a program's steps.
+
+    Attributes:
+        inputs: steps before the kernel whose values it reads, in order.
+        tile: steps of single scores, and sums over all of them.
+        sums: those of ``tile`` that are such sums, to one number or scattered into a tensor.
+        outputs: for each returned value its step, or None.
+    """
+
+    inputs: tuple[int, ...]
+    tile: tuple[int, ...]
+    sums: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+
+
+def per_program(program: FxProgram, what: Any, build: Callable[[], T]) -> T:
+    """``build()``, or what it gave earlier for the same ``what`` and program (by identity: programs are cached)."""
+    key = (id(program), what)
+    if key not in _entries:
+        _entries[key] = (program, build())
+        while len(_entries) > _CAPACITY:
+            _entries.popitem(last=False)
+    return _entries[key][1]
+
+
+def score_ops(program: FxProgram, arguments: int) -> frozenset[str]:
+    """Names of what the program does to single scores; its first ``arguments`` arguments are single ones.
+
+    Where it cannot be split, the reason stands for a name that no kernel knows.
+    """
+
+    def find() -> frozenset[str]:
+        try:
+            steps = [program.steps[number] for number in split_of(program, arguments).tile]
+        except UnsupportedProgram as error:
+            return frozenset((str(error),))
+        return frozenset(step[1] if step[0] == "call" else step[0] for step in steps)
+
+    return per_program(program, ("ops", arguments), find)
+
+
+def split_of(program: FxProgram, arguments: int) -> Split:
+    """Raises UnsupportedProgram where the steps cannot be told apart."""
+    return per_program(program, ("split", arguments), lambda: _split(program, arguments))
+
+
+def _split(program: FxProgram, arguments: int) -> Split:
+    where: dict[int, str] = {}  # "before", "tile" or "behind" the kernel
+    inputs: set[int] = set()
+    tile: list[int] = []
+    sums: list[int] = []
+    outputs: list[int | None] = []
+    seen_arguments = 0
+    for number, step in enumerate(program.steps):
+        read = program.references(number)
+        if step[0] == "arg":
+            where[number] = "tile" if seen_arguments < arguments else "before"
+            seen_arguments += 1
+        elif step[0] == "return":
+            for x in step[1] if isinstance(step[1], list) else [step[1]]:
+                if x is not None and not isinstance(x, dict):
+                    raise UnsupportedProgram("a result that is no tensor")
+                outputs.append(None if x is None else x["node"])
+            first = outputs[0]
+            if first is not None and where[first] == "before":
+                inputs.add(first)
+            if first is not None and where[first] == "behind":
+                raise UnsupportedProgram("a score that is a sum over all scores")
+        elif all(where[n] == "before" for n in read):
+            where[number] = "before"
+        elif any(where[n] == "behind" for n in read):
+            if any(where[n] == "tile" for n in read):
+                raise UnsupportedProgram("a sum over all scores that is used for single ones")
+            where[number] = "behind"
+        else:
+            tile.append(number)
+            inputs.update(n for n in read if where[n] == "before")
+            is_sum = step[0] == "sum" or step[1] == SCATTER
+            where[number] = "behind" if is_sum else "tile"
+            if is_sum:
+                sums.append(number)
+    return Split(tuple(sorted(inputs)), tuple(tile), tuple(sums), tuple(outputs))
+
+
+def leading_factors(scale: float, steps: tuple[ScoreStep, ...]) -> tuple[float, tuple[ScoreStep, ...]]:
+    """The scale with the factors that the steps begin with, and the steps that remain."""
+    factors = list(itertools.takewhile(lambda step: isinstance(step, Multiply), steps))
+    scale = math.prod((step.factor for step in factors if isinstance(step, Multiply)), start=scale)
+    return scale, steps[len(factors) :]

@@ -1,0 +1,116 @@
+"""Backend ``triton``: our own Triton kernels, for every GPU that Triton compiles for and every mask and score mod.
+
+This file imports no Triton, which may be missing; the kernels are imported when one is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.request import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionRequest,
+    Backend,
+    RequestFacts,
+    ScoreProgram,
+)
+from magi_flex.kernels.score_split import leading_factors
+from magi_flex.kernels.triton_configs import LARGEST_HEAD_DIM, padded, tiles_for
+from magi_flex.kernels.triton_score import SUPPORTED, backward_score, forward_score
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = (8, 0)
+
+
+class TritonBackend(Backend):
+    """Forward and backward; see :meth:`objections` for what it leaves to others."""
+
+    name = "triton"
+    never_waits = True
+
+    def missing(self, device: torch.device) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "needs the package triton, which comes with CUDA builds of torch"
+        if device.type != "cuda" or torch.version.hip is not None:
+            kind = "an AMD GPU" if torch.version.hip is not None else device.type
+            return f"needs an NVIDIA GPU, not {kind}"
+        if not torch.cuda.is_available():
+            return "torch sees no GPU"
+        return _missing_on(device.index if device.index is not None else torch.cuda.current_device())
+
+    def objections(self, facts: RequestFacts) -> list[str]:
+        found = []
+        if facts.dtype not in DTYPES:
+            found.append(f"serves float32, bfloat16 and float16, not {str(facts.dtype).removeprefix('torch.')}")
+        if facts.mixed_dtypes:
+            found.append("q, k and v must have one dtype")
+        if not 1 <= min(facts.head_dim, facts.v_head_dim) <= max(facts.head_dim, facts.v_head_dim) <= LARGEST_HEAD_DIM:
+            found.append(f"serves head dims from 1 to {LARGEST_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}")
+        unknown = sorted(facts.score_ops - SUPPORTED)
+        if unknown:
+            found.append(f"cannot generate code for {', '.join(unknown)} in a score mod")
+        if facts.score_grads and facts.needs_backward and facts.deterministic:
+            found.append("sums the gradients of what a score mod captures in no fixed order")
+        return found
+
+    def forward(self, request: AttentionRequest) -> AttentionOutput:
+        from magi_flex.kernels import triton_launch
+
+        q, k, v = request.q, request.k, request.v
+        if q.shape[:3].numel() == 0 or k.shape[2] == 0:
+            dtype = torch.float32 if request.wide_results else q.dtype
+            out = empty_in_order(q, (*q.shape[:3], v.shape[3]), fill_order(q), dtype).zero_()
+            lse = torch.full(q.shape[:3], -math.inf, device=q.device)
+            return AttentionOutput(out, lse, lse.clone())
+        score, scale = _folded(request)
+        head_dims = padded(q.shape[3]), padded(v.shape[3])
+        tiles = tiles_for("forward", q.dtype, *head_dims, q.device)
+        return triton_launch.forward(request, forward_score(score, q.device), scale, tiles)
+
+    def backward(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> AttentionGradients:
+        from magi_flex.kernels import triton_launch
+
+        q, k, v = request.q, request.k, request.v
+        score, scale = _folded(request)
+        kernel_score = backward_score(score, q.device)
+        if q.shape[:3].numel() == 0 or k.shape[2] == 0:
+            dtypes = (torch.float32 if request.wide_results else x.dtype for x in (q, k, v))
+            dq, dk, dv = (
+                empty_in_order(x, x.shape, fill_order(x), dtype).zero_()
+                for x, dtype in zip((q, k, v), dtypes, strict=True)
+            )
+            return AttentionGradients(dq, dk, dv, kernel_score.finish())
+        lse = lse.to(torch.float32).contiguous()
+        delta = triton_launch.delta(out, d_out, lse, d_lse)
+        d_out = d_out.to(q.dtype)
+        head_dims = padded(q.shape[3]), padded(v.shape[3])
+        kv_tiles, q_tiles = (tiles_for(direction, q.dtype, *head_dims, q.device) for direction in ("kv", "q"))
+        dk, dv = triton_launch.backward_kv(request, kernel_score, scale, d_out, lse, delta, kv_tiles)
+        dq = triton_launch.backward_q(request, kernel_score, scale, d_out, lse, delta, q_tiles)
+        return AttentionGradients(dq, dk, dv, kernel_score.finish())
+
+
+def _folded(request: AttentionRequest) -> tuple[ScoreProgram, float]:
+    """The score program without the factors that it begins with, and the scale with them."""
+    if request.score.steps is None:
+        return request.score, request.scale
+    scale, steps = leading_factors(request.scale, request.score.steps)
+    return replace(request.score, steps=steps), scale
+
+
+@functools.cache
+def _missing_on(device_index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < _LEAST_CAPABILITY:
+        return f"needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
+    return None

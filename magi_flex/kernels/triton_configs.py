@@ -1,0 +1,167 @@
+"""Tile sizes of the Triton kernels and how work is cut.
+
+The table is for Hopper and holds judgement, not measurements: the kernels have not run on a GPU yet.  Other chips take
+it as far as their shared memory goes.  What triton_search.py found for the GPU at hand goes before the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from magi_flex.kernels.triton_score import source_folder
+
+LARGEST_HEAD_DIM = 512
+DIRECTIONS = ("forward", "kv", "q")  # the forward kernel, the two of the backward
+LEAST_TILE = 16  # of a matrix product
+_MOST_SPLITS = 64
+_STEPS_OF_A_SPLIT = 4  # key steps that make a split worth its merging
+_HOPPER_SHARED_BYTES = 227 << 10
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """``rows`` queries and ``keys`` keys of a tile, whichever of them a program keeps."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By direction and bytes of an element: (largest padded head dim, tiles), ascending.
+_TABLE: dict[tuple[str, int], tuple[tuple[int, Tiles], ...]] = {
+    ("forward", 2): (
+        (64, Tiles(128, 128, 4, 3)),
+        (128, Tiles(128, 64, 8, 3)),
+        (256, Tiles(64, 64, 4, 2)),
+        (512, Tiles(64, 32, 8, 1)),
+    ),
+    ("kv", 2): (
+        (32, Tiles(64, 64, 4, 3)),
+        (128, Tiles(64, 128, 8, 2)),
+        (256, Tiles(64, 64, 8, 1)),
+        (512, Tiles(32, 32, 8, 1)),
+    ),
+    ("q", 2): (
+        (32, Tiles(64, 64, 4, 3)),
+        (128, Tiles(128, 64, 8, 2)),
+        (256, Tiles(64, 64, 8, 1)),
+        (512, Tiles(32, 32, 8, 1)),
+    ),
+    ("forward", 4): (
+        (64, Tiles(64, 32, 4, 2)),
+        (128, Tiles(32, 32, 4, 2)),
+        (256, Tiles(32, 16, 4, 1)),
+        (512, Tiles(16, 16, 4, 1)),
+    ),
+    ("kv", 4): (
+        (64, Tiles(32, 32, 4, 1)),
+        (128, Tiles(16, 32, 4, 1)),
+        (512, Tiles(16, 16, 4, 1)),
+    ),
+    ("q", 4): (
+        (64, Tiles(32, 32, 4, 1)),
+        (128, Tiles(32, 16, 4, 1)),
+        (512, Tiles(16, 16, 4, 1)),
+    ),
+}  # fmt: skip
+
+
+def shared_bytes(direction: str, tiles: Tiles, head_dim: int, v_dim: int, element_size: int) -> int:
+    """About what a kernel needs of shared memory, from above: what it keeps, what it streams, tiles of weights."""
+    kept, streamed = (tiles.keys, tiles.rows) if direction == "kv" else (tiles.rows, tiles.keys)
+    weights = tiles.rows * tiles.keys * (1 if direction == "forward" else 2)
+    return element_size * ((kept + tiles.stages * streamed) * (head_dim + v_dim) + weights)
+
+
+def tiles_for(direction: str, dtype: torch.dtype, head_dim: int, v_dim: int, device: torch.device) -> Tiles:
+    """For padded head dims (powers of two from 16 to LARGEST_HEAD_DIM): what the search found, else the table's."""
+    widest = max(head_dim, v_dim)
+    found = _searched(device).get(key_of(direction, dtype.itemsize, widest))
+    if found is not None:
+        return found
+    tiles = next(tiles for limit, tiles in _TABLE[direction, dtype.itemsize] if widest <= limit)
+    return fit(direction, tiles, head_dim, v_dim, dtype.itemsize, shared_limit(device))
+
+
+def fit(direction: str, tiles: Tiles, head_dim: int, v_dim: int, element_size: int, limit: int) -> Tiles:
+    """``tiles``, made smaller until they need at most ``limit`` bytes: fewer stages first, then what is streamed."""
+    streamed, kept = ("rows", "keys") if direction == "kv" else ("keys", "rows")
+    while shared_bytes(direction, tiles, head_dim, v_dim, element_size) > limit:
+        if tiles.stages > 1:
+            tiles = replace(tiles, stages=tiles.stages - 1)
+        elif getattr(tiles, streamed) > 32 or (getattr(tiles, kept) <= 16 and getattr(tiles, streamed) > 16):
+            tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
+        elif getattr(tiles, kept) > 16:
+            tiles = replace(tiles, **{kept: getattr(tiles, kept) // 2})
+        else:
+            break
+    return tiles
+
+
+def shared_limit(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _HOPPER_SHARED_BYTES
+    return _device_limit(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _device_limit(index: int) -> int:
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+# ---- other sizes -----------------------------------------------------------------------------------------------------
+
+
+def padded(head_dim: int) -> int:
+    return max(LEAST_TILE, 1 << (head_dim - 1).bit_length())
+
+
+def packing(q_len: int, group: int, mask_heads: int, rows: int) -> tuple[int, int]:
+    """(rows of a tile, query heads in it): few queries share a tile with the other heads of their key head."""
+    if q_len >= rows:
+        return rows, 1
+    needed = 1 << (q_len - 1).bit_length()
+    pack = 1
+    while mask_heads == 1 and group % (2 * pack) == 0 and 2 * pack * needed <= rows:
+        pack *= 2
+    return min(rows, max(LEAST_TILE, needed * pack)), pack
+
+
+def split_count(programs: int, kv_len: int, keys: int, processors: int) -> int:
+    """How many programs share the keys of a row tile, so that few rows keep all multiprocessors busy."""
+    if 2 * programs > processors:
+        return 1
+    return max(1, min(2 * processors // programs, kv_len // (keys * _STEPS_OF_A_SPLIT), _MOST_SPLITS))
+
+
+# ---- what a search found ---------------------------------------------------------------------------------------------
+
+
+def key_of(direction: str, element_size: int, widest: int) -> str:
+    return f"{direction}:{element_size}:{widest}"
+
+
+def results_file(index: int) -> Path:
+    chip = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(index))
+    return source_folder() / f"tiles-{chip}.json"
+
+
+def _searched(device: torch.device) -> dict[str, Tiles]:
+    if device.type != "cuda":
+        return {}
+    return _load(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _load(index: int) -> dict[str, Tiles]:
+    path = results_file(index)
+    if not path.exists():
+        return {}
+    return {key: Tiles(**sizes) for key, sizes in json.loads(path.read_text()).items()}

@@ -1,0 +1,213 @@
+"""Launching the Triton kernels: from a request to grids, strides and compile-time constants.
+
+Shape legend: B batch, H query heads, G key/value heads (H = G * group), Q query rows, K keys, D query/key head dim,
+E value head dim, S splits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.request import AttentionOutput, AttentionRequest, IndexMap
+from magi_flex.kernels.triton_backward import delta_kernel, kv_kernel, q_kernel
+from magi_flex.kernels.triton_configs import Tiles, packing, padded, split_count
+from magi_flex.kernels.triton_forward import forward_kernel, merge_kernel
+from magi_flex.kernels.triton_schedule import schedule_for
+from magi_flex.kernels.triton_score import KernelScore
+from magi_flex.mask_plan import MaskPlan
+
+_ROW_BYTES = 1 << 14  # of a block of rows in the kernels that only read and add
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """``x``, or a copy whose last dimension is contiguous, which is all that the kernels ask for."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _mask(plan: MaskPlan) -> tuple[Any, ...]:
+    """The kernels' ``mask`` argument."""
+    intervals = plan.intervals
+    bounds = (intervals.starts.contiguous(), intervals.ends.contiguous(), intervals.max_intervals)
+    bits = plan.bit_tiles
+    if bits is None:
+        return *bounds, None, None, None, None
+    return *bounds, bits.row_ptr.contiguous(), bits.cols, bits.slot, bits.bits.contiguous()
+
+
+def _mask_constants(plan: MaskPlan) -> dict[str, Any]:
+    bits = plan.bit_tiles
+    return {
+        "SLOTS": 1 << (plan.intervals.max_intervals - 1).bit_length(),
+        "BIT_TILES": () if bits is None else (bits.q_tile, bits.kv_tile),
+    }
+
+
+def _index_maps(index_map: IndexMap) -> tuple[Any, ...]:
+    def tensor(index: Tensor | None) -> Tensor | None:
+        return None if index is None else index.to(torch.int32).contiguous()
+
+    return index_map.b_offset, index_map.h_offset, tensor(index_map.q_index), tensor(index_map.k_index)
+
+
+def _replicas(plan: MaskPlan, batch: int, heads: int) -> tuple[int, int]:
+    """(programs that walk the same row tile, those of them that belong to one batch entry)."""
+    mask_batch, mask_heads = plan.starts.shape[:2]
+    replica_heads = heads if mask_heads == 1 else 1
+    return replica_heads * (batch if mask_batch == 1 else 1), replica_heads
+
+
+def _dims(request: AttentionRequest) -> dict[str, int]:
+    head_dim, v_dim = request.q.shape[3], request.v.shape[3]
+    return {"HEAD_DIM": head_dim, "V_DIM": v_dim, "D": padded(head_dim), "E": padded(v_dim)}
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: Tiles) -> AttentionOutput:
+    """Neither queries nor keys may be empty."""
+    q, k, v = (unit_stride(x) for x in (request.q, request.k, request.v))
+    plan, device = request.plan, q.device
+    batch, heads, q_len, _ = q.shape
+    group = heads // k.shape[1]
+    rows, pack = packing(q_len, group, plan.starts.shape[1], tiles.rows)
+    schedule = schedule_for(plan, rows // pack, tiles.keys)
+    replicas, replica_heads = _replicas(plan, batch, heads // pack)
+    programs = schedule.row_tiles * replicas
+    splits = split_count(programs, k.shape[2], tiles.keys, multiprocessors(device))
+
+    shape = (batch, heads, q_len, v.shape[3])
+    out = empty_in_order(q, shape, fill_order(request.q), torch.float32 if request.wide_results else q.dtype)
+    lse, max_score = (torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+    parts = (out, lse, max_score)
+    if splits > 1:
+        parts = tuple(torch.empty((splits, *x.shape), dtype=torch.float32, device=device) for x in parts)
+    with _on(device):
+        forward_kernel[(programs, splits)](
+            q, k, v, *parts,
+            _strides(q), _strides(k), _strides(v), _strides(parts[0][0] if splits > 1 else out),
+            (math.prod(shape), math.prod(shape[:3])),
+            _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
+            score.args, _index_maps(request.score.index_map),
+            schedule.row_tiles, q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
+            SCORE=score.score, **_mask_constants(plan), BOUNDED=schedule.bounded, **_dims(request),
+            M=rows, N=tiles.keys, PACK=pack, SPLIT=splits > 1, FUSED_SCALE=scale >= 0,
+            num_warps=tiles.warps if rows >= 64 else 4, num_stages=tiles.stages,
+        )  # fmt: skip
+        if splits > 1:
+            total = batch * heads * q_len
+            padded_dim = padded(shape[3])
+            block = max(1, _ROW_BYTES // (4 * padded_dim) // 4)
+            merge_kernel[(-(-total // block),)](
+                *parts, out, lse, max_score, _strides(out), splits, total, q_len, heads,
+                V_DIM=shape[3], E=padded_dim, M=block,
+            )  # fmt: skip
+    return AttentionOutput(out, lse, max_score)
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+def delta(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None) -> Tensor:
+    """sum(out * d_out) - d_lse * log2(e), float32 ``[B, H, Q]``."""
+    out, d_out = unit_stride(out), unit_stride(d_out)
+    batch, heads, q_len, v_dim = out.shape
+    result = torch.empty((batch, heads, q_len), dtype=torch.float32, device=out.device)
+    block = max(1, _ROW_BYTES // (4 * padded(v_dim)))
+    with _on(out.device):
+        delta_kernel[(-(-result.numel() // block),)](
+            out, d_out, lse, d_lse, result,
+            _strides(out), _strides(d_out), _strides(lse), (0, 0, 0) if d_lse is None else _strides(d_lse),
+            result.numel(), q_len, heads, V_DIM=v_dim, E=padded(v_dim), M=block,
+        )  # fmt: skip
+    return result
+
+
+def _like(request: AttentionRequest, x: Tensor) -> Tensor:
+    """An uninitialised gradient of ``x``."""
+    return empty_in_order(x, x.shape, fill_order(x), torch.float32 if request.wide_results else x.dtype)
+
+
+def backward_kv(
+    request: AttentionRequest,
+    score: KernelScore,
+    scale: float,
+    d_out: Tensor,
+    lse: Tensor,
+    delta_BHQ: Tensor,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv); ``lse`` and ``delta_BHQ`` are contiguous, nothing is empty."""
+    q, k, v, d_out = (unit_stride(x) for x in (request.q, request.k, request.v, d_out))
+    plan = request.plan
+    batch, heads, q_len, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    mask_heads = plan.starts.shape[1]
+    apart = mask_heads > 1 and group > 1  # the heads of a group have different masks
+    schedule = schedule_for(plan, tiles.rows, tiles.keys, transposed=True, aligned=apart)
+    col_tiles = schedule.row_tiles // group if apart else schedule.row_tiles
+    replicas, replica_heads = _replicas(plan, batch, kv_heads)
+    dk, dv = _like(request, request.k), _like(request, request.v)
+    with _on(q.device):
+        kv_kernel[(col_tiles * replicas,)](
+            q, k, v, d_out, lse, delta_BHQ, dk, dv,
+            _strides(q), _strides(k), _strides(v), _strides(d_out), _strides(dk), _strides(dv),
+            _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
+            score.args, score.d_args, _index_maps(request.score.index_map),
+            col_tiles, -(-k.shape[2] // tiles.keys) if apart else 0,
+            q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
+            SCORE=score.score, D_SCORE=score.d_score, **_mask_constants(plan), BOUNDED=schedule.bounded,
+            **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return dk, dv
+
+
+def backward_q(
+    request: AttentionRequest,
+    score: KernelScore,
+    scale: float,
+    d_out: Tensor,
+    lse: Tensor,
+    delta_BHQ: Tensor,
+    tiles: Tiles,
+) -> Tensor:
+    """dq; adds to ``score.grads``.  ``lse`` and ``delta_BHQ`` are contiguous, nothing is empty."""
+    q, k, v, d_out = (unit_stride(x) for x in (request.q, request.k, request.v, d_out))
+    plan = request.plan
+    batch, heads, q_len, _ = q.shape
+    schedule = schedule_for(plan, tiles.rows, tiles.keys)
+    replicas, replica_heads = _replicas(plan, batch, heads)
+    dq = _like(request, request.q)
+    with _on(q.device):
+        q_kernel[(schedule.row_tiles * replicas,)](
+            q, k, v, d_out, lse, delta_BHQ, dq,
+            _strides(q), _strides(k), _strides(v), _strides(d_out), _strides(dq),
+            _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
+            score.args, score.d_args, score.grads, _index_maps(request.score.index_map),
+            schedule.row_tiles, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
+            SCORE=score.score, D_SCORE=score.d_score, D_CAPTURES=score.d_captures,
+            **_mask_constants(plan), BOUNDED=schedule.bounded,
+            **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return dq

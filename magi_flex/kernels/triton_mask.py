@@ -1,0 +1,73 @@
+"""Masking a tile inside a Triton kernel: from the rows' intervals, or from bit tiles.
+
+Queries and keys of a tile are index tensors that broadcast against each other ([M, 1] and [1, N], or the other way
+round in the transposed kernel), so that one function serves both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MISSING_TILE = tl.constexpr(-2)
+FULL_TILE = tl.constexpr(-1)  # as in BitTiles.slot
+
+
+@triton.jit
+def attends(mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr):
+    """Whether each (query, key) of a tile attends.
+
+    Args:
+        mask: (starts, ends, slots, bit row_ptr, bit cols, bit slots, bits); see :func:`in_intervals`, :func:`in_bits`.
+        row, row_ok: query numbers, and whether they are inside the lengths; ``row_0``: the tile's first.
+        col: key numbers; ``col_0``: the tile's first.
+        mask_head: which batch entry and head of the mask (b * H + h).
+        SLOTS: intervals of a row, rounded up to a power of two so that few kernels serve all masks.
+        BIT_TILES: their (rows, keys), or () where the mask has none.
+    """
+    first = mask_head.to(tl.int64) * mask[2] * q_len
+    result = in_intervals(mask[0] + first, mask[1] + first, row, row_ok, col, q_len, mask[2], SLOTS)
+    if len(BIT_TILES) > 0:
+        bands = tl.cdiv(q_len, BIT_TILES[0])
+        row_ptr = mask[3] + mask_head.to(tl.int64) * (bands + 1) + row_0 // BIT_TILES[0]
+        result = result | in_bits(row_ptr, mask[4], mask[5], mask[6], row, row_ok, col, col_0, BIT_TILES)
+    return result
+
+
+@triton.jit
+def in_intervals(starts, ends, row, row_ok, col, q_len, slots, SLOTS: tl.constexpr):
+    """``starts`` and ``ends`` of one mask head, int32 [slots, q_len]."""
+    result = in_interval(starts + row, ends + row, row_ok, col)
+    for slot in tl.static_range(1, SLOTS):
+        at = tl.cast(q_len, tl.int64) * slot + row
+        result = result | in_interval(starts + at, ends + at, row_ok & (slot < slots), col)
+    return result
+
+
+@triton.jit
+def in_interval(start, end, readable, col):
+    """One unsigned comparison: for keys before the start the difference is a huge number."""
+    first = tl.load(start, mask=readable, other=0)
+    length = tl.maximum(tl.load(end, mask=readable, other=0) - first, 0)
+    return (col - first).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def in_bits(row_ptr, cols, slots, bits, row, row_ok, col, col_0, BIT_TILES: tl.constexpr):
+    """The tile lies inside one tile of the bit tiles' grid, in the band of rows that ``row_ptr`` points to."""
+    low = tl.load(row_ptr)
+    end = tl.load(row_ptr + 1)
+    wanted = col_0 // BIT_TILES[1]
+    high = end
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(cols + middle) < wanted
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    listed = low < end
+    listed = listed & (tl.load(cols + low, mask=listed, other=-1) == wanted)
+    slot = tl.load(slots + low, mask=listed, other=MISSING_TILE)
+    words = BIT_TILES[1] // 32
+    at = (slot.to(tl.int64) * BIT_TILES[0] + row % BIT_TILES[0]) * words + col % BIT_TILES[1] // 32
+    word = tl.load(bits + at, mask=row_ok & (col >= 0) & (slot >= 0), other=0)
+    return (((word >> (col % 32)) & 1) != 0) | (slot == FULL_TILE)

@@ -1,0 +1,124 @@
+"""The triton backend without a GPU: routing, interpreted kernels, and kernels compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from magi_flex.kernels.request import RequestFacts
+from magi_flex.kernels.route import explain_route, load, route
+from magi_flex.kernels.triton_backend import TritonBackend
+from magi_flex.kernels.triton_configs import (
+    LARGEST_HEAD_DIM,
+    Tiles,
+    fit,
+    packing,
+    shared_bytes,
+    split_count,
+    tiles_for,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+GPU = RequestFacts(
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    head_dim=128,
+    v_head_dim=64,
+    q_heads=8,
+    kv_heads=2,
+    score_steps=None,
+    score_grads=True,
+    needs_backward=True,
+    has_bit_tiles=True,
+)
+
+
+def run(*command: str, timeout: int, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_triton
+def test_interpreted() -> None:
+    output = run("-m", "pytest", "-q", "-p", "no:xdist", "tests/interpreted", timeout=900, TRITON_INTERPRET="1")
+    assert " passed" in output and "skipped" not in output
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_compiled_for_a_gpu_that_is_not_there(capability: str, tmp_path: Path) -> None:
+    arguments = (capability, "64", "bfloat16", *(["general"] if capability == "80" else []))
+    output = run("-m", "tests.ahead_of_time", *arguments, timeout=600, TRITON_CACHE_DIR=str(tmp_path))
+    kernels = {record["kernel"]: record for record in map(json.loads, output.splitlines())}
+    product = "wgmma.mma_async" if capability == "90" else "mma.sync"
+    assert all(kernels[name][product] for name in kernels if name != "delta_kernel")
+    assert "forward_kernel" in kernels and len(kernels) == (4 if capability == "90" else 1)
+    for record in kernels.values():
+        assert record["spilled"] <= 128 and record["shared"] <= (227 << 10 if capability == "90" else 160 << 10)
+
+
+def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load("triton"), TritonBackend)
+    reasons = dict(explain_route(replace(GPU, device=torch.device("cpu"))))["triton"]
+    assert "has not run on a GPU yet" in reasons[0] and len(reasons) == 2
+    monkeypatch.setattr(TritonBackend, "missing", lambda self, device: None)
+    facts = replace(GPU, device=torch.device("cpu"), head_dim=72)
+    assert route(facts).name == "tiled" and route(facts, "triton").name == "triton"
+
+
+def test_objections() -> None:
+    backend = TritonBackend()
+    assert backend.objections(GPU) == []
+    assert backend.objections(replace(GPU, dtype=torch.float32, head_dim=1, v_head_dim=LARGEST_HEAD_DIM)) == []
+    assert backend.objections(replace(GPU, score_ops=frozenset({"aten::tanh", "aten::index", "sum"}))) == []
+    for facts, reason in (
+        (replace(GPU, dtype=torch.float64), "not float64"),
+        (replace(GPU, mixed_dtypes=True), "one dtype"),
+        (replace(GPU, head_dim=LARGEST_HEAD_DIM + 1), "not 513 and 64"),
+        (replace(GPU, score_ops=frozenset({"aten::bucketize"})), "aten::bucketize"),
+        (replace(GPU, deterministic=True), "no fixed order"),
+    ):
+        (objection,) = backend.objections(facts)
+        assert reason in objection
+    assert backend.objections(replace(GPU, deterministic=True, score_grads=False)) == []
+    assert "needs an NVIDIA GPU, not cpu" in str(backend.missing(torch.device("cpu"))) or "package triton" in str(
+        backend.missing(torch.device("cpu"))
+    )
+
+
+def test_tiles_fit_into_shared_memory() -> None:
+    cpu = torch.device("cpu")
+    for direction in ("forward", "kv", "q"):
+        for dtype in (torch.float32, torch.float16):
+            for head_dim, v_dim in ((16, 16), (64, 64), (128, 64), (128, 128), (256, 256), (16, 512), (512, 512)):
+                tiles = tiles_for(direction, dtype, head_dim, v_dim, cpu)
+                for limit in (227 << 10, 163 << 10, 99 << 10):
+                    smaller = fit(direction, tiles, head_dim, v_dim, dtype.itemsize, limit)
+                    least = Tiles(16, 16, smaller.warps, 1)
+                    needed = shared_bytes(direction, smaller, head_dim, v_dim, dtype.itemsize)
+                    assert needed <= limit or smaller == least
+                    assert 16 <= smaller.rows <= 128 and 16 <= smaller.keys <= 128 and smaller.stages >= 1
+
+
+def test_packing_and_splits() -> None:
+    assert packing(q_len=1, group=8, mask_heads=1, rows=128) == (16, 8)
+    assert packing(q_len=3, group=6, mask_heads=1, rows=128) == (16, 2)
+    assert packing(q_len=5, group=8, mask_heads=8, rows=128) == (16, 1)
+    assert packing(q_len=100, group=8, mask_heads=1, rows=64) == (64, 1)
+    assert packing(q_len=17, group=4, mask_heads=1, rows=128) == (128, 4)
+    assert split_count(programs=200, kv_len=1 << 20, keys=64, processors=132) == 1
+    assert split_count(programs=8, kv_len=1 << 20, keys=64, processors=132) == 33
+    assert split_count(programs=8, kv_len=300, keys=64, processors=132) == 1
