@@ -101,7 +101,7 @@ class _Rewriter:
 
     def _leave(self, node: Node, reason: Stock) -> None:
         call = HopCall.of_node(node)
-        refuse_stock_for_sharded(call, reason)
+        refuse_stock_for_sharded(call, self._submodule(call.block_mask.mask_mod), reason)
         device = call.q.meta["val"].device
         wanted = "a backward pass" if node.target is BACKWARD_HOP else "the largest scores"
         if device.type == "cpu" and (node.target is BACKWARD_HOP or call.kernel_options.get("OUTPUT_MAX")):

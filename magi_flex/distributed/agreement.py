@@ -18,11 +18,17 @@ WORDS = 2048
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # odd constants of SplitMix64, as int64
 
 
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """The devices that the group's backends serve, such as ["cpu", "cuda"]."""
+    return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors for this group's collectives have to be."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    """Where the tensors of a planning have to be for this group's collectives: on the CPU if it serves that."""
+    types = device_types(group)
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

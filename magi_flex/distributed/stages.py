@@ -10,6 +10,7 @@ dim, E value head dim.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -344,26 +345,34 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return wide.clone() if total is None else total + wide
 
 
+@functools.cache
+def _communication_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all calls: what the allocator keeps for a stream serves no other one."""
+    return torch.cuda.Stream(device)
+
+
 class _Lane:
     """Where communication runs: on a GPU a stream of its own, so that both hops and the packing overlap compute."""
 
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device = device
+        self.stream = _communication_stream(device) if device.type == "cuda" else None
 
     def start(self, begin: Callable[[], GroupWork], inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begins; the result waits (on a GPU: lets the current stream wait) and gives the tensors."""
         stream = self.stream
         if stream is None:
             return begin().wait
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             tensors = begin().wait()
+            done = stream.record_event()  # what is begun after this is not waited for
         for x in inputs:
             x.record_stream(stream)
 
         def wait() -> list[Tensor]:
-            current = torch.cuda.current_stream()
-            current.wait_stream(stream)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
             for x in tensors:
                 x.record_stream(current)
             return tensors
