@@ -64,8 +64,9 @@ def form(computed: Sequence[Any], starts: Tensor, ends: Tensor, bits: bool) -> t
     """(one batch, one head, R, steps of the search for a bit tile or -1) if starts and ends can be a plan's."""
     if starts.dim() != 4 or starts.shape != ends.shape or starts.dtype != torch.int32 or ends.dtype != torch.int32:
         return None
-    slots = starts.shape[2]
-    if not isinstance(slots, int):
+    # Each interval is one such comparison; R itself may be a symbol, in graphs with dynamic shapes.
+    slots = sum(entry[0] == "aten::ge" for entry in computed)
+    if not slots or (isinstance(starts.shape[2], int) and starts.shape[2] != slots):
         return None
     # Each step of the search for a bit tile is two selections, the last one a single one.
     selections = sum(entry[0] == "aten::where" for entry in computed)

@@ -48,8 +48,9 @@ def _template(one_batch: bool, one_head: bool, slots: int, searches: int, one_or
         canonical.search_steps = example.search_steps
         return ShardedMaskMod(handle, q_order, q_order if one_order else kv_order, canonical)(b, h, q, k)
 
-    index, order = torch.zeros((), dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]  # inputs are known apart as objects
+    order = torch.zeros(1, dtype=torch.int64)
     handle = torch.zeros(HANDLE_SHAPE, dtype=torch.int64)
     with torch.no_grad(), item_access_as_index():
-        graph = make_fx(mask_mod, tracing_mode="fake")(*[index] * 4, handle, order, order.clone(), *tensors)
+        graph = make_fx(mask_mod, tracing_mode="fake")(*indices, handle, order, order.clone(), *tensors)
     return expression(FxProgram.from_graph(graph))[0]
