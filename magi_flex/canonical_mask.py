@@ -38,9 +38,11 @@ class CanonicalMaskMod:
     def from_plan(plan: MaskPlan) -> CanonicalMaskMod:
         """Pads R, and the sizes of the bit tiles' tensors, to powers of two, so that shapes rarely change."""
         slots = _power_of_two(plan.intervals.max_intervals)
-        missing = (0, 0, 0, slots - plan.intervals.max_intervals)
-        starts = torch.nn.functional.pad(plan.starts, missing, value=plan.kv_len)
-        ends = torch.nn.functional.pad(plan.ends, missing, value=0)
+        starts, ends = plan.starts, plan.ends
+        if slots > plan.intervals.max_intervals:
+            missing = (0, 0, 0, slots - plan.intervals.max_intervals)
+            starts = torch.nn.functional.pad(starts, missing, value=plan.kv_len)
+            ends = torch.nn.functional.pad(ends, missing, value=0)
         bits = plan.bit_tiles
         if bits is None:
             return CanonicalMaskMod(starts.contiguous(), ends.contiguous(), plan.kv_len)

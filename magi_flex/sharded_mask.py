@@ -26,7 +26,7 @@ class ShardedMaskMod:
 
     Attributes:
         handle: int64 HANDLE_SHAPE; its contents name the plans (magi_flex/distributed/context_mask.py).
-        q_position, kv_position: int64 ``[Q]``, ``[K]``, places in the sequence by places in dispatch order.
+        q_position, kv_position: int32 ``[Q]``, ``[K]``, places in the sequence by places in dispatch order.
         mask_mod: the mask in the order of the sequence.
     """
 

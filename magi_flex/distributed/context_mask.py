@@ -82,11 +82,13 @@ class ContextMask:
 
     Attributes:
         mask: of the whole problem, in the order of the sequence.
+        area: attended pairs, mean over the mask's batch and heads.
         needed: the keys that each rank's rows attend to.
         device: where attention runs.
     """
 
     mask: RowIntervals
+    area: float
     group: dist.ProcessGroup
     q_dispatch: Dispatch
     kv_dispatch: Dispatch
@@ -178,13 +180,11 @@ class ContextMask:
         counts = self.needed.counts()
         rank = int(counts.argmax())
         own = self.kv_dispatch.row_counts()[rank]
-        batch, heads = self.mask.starts.shape[:2]
-        pairs = self.mask.area() / (batch * heads * self.group.size())
         return choose_stages(
             options.costs,
             shape,
             backward,
-            pairs,
+            self.area / self.group.size(),
             own,
             max(0, int(counts[rank]) - own),
             self._crosses_network,

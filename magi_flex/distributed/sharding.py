@@ -233,7 +233,10 @@ class _LocalCall:
             *(mask.block_mask, scale, kernel_options),
             *((*score_captures, *mask.offsets), (*mask.captures, *mask.offsets)),
         )
-        return _LocalCall(layout, (q._local_tensor, _local(k, layout.k), _local(v, layout.k)), rest, mask.offsets)
+        local_q = q._local_tensor
+        if type(local_q) is Tensor and any(x.requires_grad for x in (q, k, v)):
+            local_q = local_q.detach().requires_grad_()  # an uncompiled forward asks whether a backward will follow
+        return _LocalCall(layout, (local_q, _local(k, layout.k), _local(v, layout.k)), rest, mask.offsets)
 
 
 def _forward(

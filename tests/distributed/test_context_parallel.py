@@ -19,7 +19,7 @@ from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask
-from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
+from tests.cases.reference import dense_attention_with_gradients
 from tests.distributed.world import World, mesh
 
 DIM = 16
@@ -69,29 +69,6 @@ def check_eager(group: dist.ProcessGroup, names: list[str]) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_masks_eager(world: World, ranks: int) -> None:
     world.run(check_eager, ranks, list(MASKS)[:: 9 if ranks == 1 else 3])
-
-
-def check_bits_groups_and_low_precision(group: dist.ProcessGroup, names: list[str]) -> None:
-    """Bit tiles, 9 query and 3 key heads, bfloat16, an odd length, all at once: as exact as dense bfloat16."""
-    magi_flex.enable()
-    length = 257
-    for name in names:
-        dense = make_mask(name, length).dense()
-        x = operands(1, 9, 3, length, length, torch.bfloat16)
-        exact = dense_attention_with_gradients(*x, mask_BHQK=dense)
-        same = dense_attention_with_gradients(*x, mask_BHQK=dense, dtype=torch.bfloat16)
-        cp = ContextParallel(mesh_of(group), MaskPlan.from_dense(dense), forward_stages=2)
-        leaves = [cp.shard(t, 2).detach().requires_grad_() for t in x[:3]]
-        out = flex_attention(*leaves, block_mask=cp.block_mask, enable_gqa=True)
-        out.backward(cp.shard(x[3], 2))
-        plans = [key_set.mask for plan in cp.masks[0]._plans.values() for key_set in (plan.local, *plan.remote)]
-        assert any(plan.bit_tiles is not None for plan in plans)
-        for what, actual in zip(("out", "dq", "dk", "dv"), (out, *(leaf.grad for leaf in leaves)), strict=True):
-            assert_within_factor(cp.unshard(actual, 2), getattr(same, what), getattr(exact, what))
-
-
-def test_bits_groups_and_low_precision(world: World) -> None:
-    world.run(check_bits_groups_and_low_precision, 6, ["bigbird", "dense_table"])
 
 
 def check_any_length(group: dist.ProcessGroup) -> None:
@@ -248,7 +225,8 @@ def check_kept_keys(cp_mesh: DeviceMesh) -> None:
         )
         cp.timeline = Timeline()
         check_call(cp, operands(1, 4, 2, 96, 96), dense)
-        assert [span.lane for span in cp.timeline.spans()].count(NETWORK) == casts
+        spans = cp.timeline.spans()
+        assert [span.lane for span in spans].count(NETWORK) == casts, [(span.name, span.lane) for span in spans]
 
 
 def check_few_queries(cp_mesh: DeviceMesh) -> None:
