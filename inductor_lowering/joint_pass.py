@@ -195,7 +195,7 @@ class _Rewriter:
         if mask.is_full or mask.sharded:
             return None
         q, k = call.q.meta["val"], call.k.meta["val"]
-        lengths = [self._size(call.q, q, 0), q.shape[1], self._size(call.q, q, 2), self._size(call.k, k, 2)]
+        lengths = [*(self._size(call.q, q, dim) for dim in range(3)), self._size(call.k, k, 2)]
         key = (mask, tuple(tensors), tuple(ints), tuple(lengths), q.device)
         if key not in self.handles:
             handle = self.graph.call_function(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from inductor_lowering.canonical import example_of, expression, form
 from inductor_lowering.torch_compat import item_access_as_index
@@ -37,7 +38,12 @@ def is_sharded(program: FxProgram, captures: Sequence[Any]) -> bool:
 @functools.lru_cache(maxsize=64)
 def _template(one_batch: bool, one_head: bool, slots: int, searches: int, one_order: bool) -> tuple[Any, ...]:
     """The expression of a ShardedMaskMod over a CanonicalMaskMod of this form."""
-    example = example_of(one_batch, one_head, slots, searches)
+    with _disable_current_modes():  # it may be asked for in the middle of a compilation
+        example = example_of(one_batch, one_head, slots, searches)
+        return _expression_of(example, one_order)
+
+
+def _expression_of(example: CanonicalMaskMod, one_order: bool) -> tuple[Any, ...]:
     tensors = [example.starts, example.ends]
     if example.bit_tiles is not None:
         tensors += [example.bit_tiles.row_ptr, example.bit_tiles.cols, example.bit_tiles.slot, example.bit_tiles.bits]
@@ -52,5 +58,5 @@ def _template(one_batch: bool, one_head: bool, slots: int, searches: int, one_or
     order = torch.zeros(1, dtype=torch.int64)
     handle = torch.zeros(HANDLE_SHAPE, dtype=torch.int64)
     with torch.no_grad(), item_access_as_index():
-        graph = make_fx(mask_mod, tracing_mode="fake")(*indices, handle, order, order.clone(), *tensors)
+        graph = make_fx(mask_mod, tracing_mode="real")(*indices, handle, order, order.clone(), *tensors)
     return expression(FxProgram.from_graph(graph))[0]

@@ -25,6 +25,8 @@ class CanonicalMaskMod:
         kv_len: number of keys.
         bit_tiles: None, or bit tiles with ``cols``, ``slot`` and ``bits`` padded (more entries than are listed).
         search_steps: steps of the binary search for a tile (0 without bit tiles).
+        by_batch, by_head, slots: whether B and H are above 1, and R.  Numbers of its own, because a traced function that
+            reads the shapes of captured DTensors is not traced again when these change.
     """
 
     def __init__(self, starts: Tensor, ends: Tensor, kv_len: int, bit_tiles: BitTiles | None = None) -> None:
@@ -32,6 +34,8 @@ class CanonicalMaskMod:
         self.ends = ends
         self.kv_len = kv_len
         self.bit_tiles = bit_tiles
+        self.by_batch, self.by_head = starts.shape[0] > 1, starts.shape[1] > 1
+        self.slots = starts.shape[2]
         self.search_steps = 0 if bit_tiles is None else (-(-kv_len // bit_tiles.kv_tile)).bit_length()
 
     @staticmethod
@@ -73,10 +77,10 @@ class CanonicalMaskMod:
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         starts, ends = self.starts, self.ends
-        batch = b if starts.shape[0] > 1 else 0
-        head = h if starts.shape[1] > 1 else 0
+        batch = b if self.by_batch else 0
+        head = h if self.by_head else 0
         attends = (kv_idx >= starts[batch, head, 0, q_idx]) & (kv_idx < ends[batch, head, 0, q_idx])
-        for r in range(1, starts.shape[2]):
+        for r in range(1, self.slots):
             inside = (kv_idx >= starts[batch, head, r, q_idx]) & (kv_idx < ends[batch, head, r, q_idx])
             attends = attends | inside
         return attends if self.bit_tiles is None else attends | self._bit(self.bit_tiles, batch, head, q_idx, kv_idx)

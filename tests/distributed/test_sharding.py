@@ -18,10 +18,12 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import magi_flex
+from magi_flex.canonical_mask import CanonicalMaskMod
 from magi_flex.distributed.context_parallel import ContextParallel
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import dense_attention_with_gradients
 from tests.distributed.world import World, mesh
 
@@ -331,6 +333,37 @@ def check_own_tensor_of_a_handles_shape(group: dist.ProcessGroup) -> None:
 
 def test_own_tensor_of_a_handles_shape(world: World) -> None:
     world.run(check_own_tensor_of_a_handles_shape, 2)
+
+
+def check_other_interval_counts(group: dist.ProcessGroup) -> None:
+    """One function, masks of one, two and four intervals a row: Dynamo does not see that shapes of DTensors changed."""
+    magi_flex.enable()
+    torch._dynamo.reset()
+    device_mesh = mesh(group.size(), names=("cp",))
+    x = operands()
+    row = torch.arange(LENGTH)
+    attend = torch.compile(flex_attention, fullgraph=True)
+    for distances in ([0], [0, 9], [0, 4, 9, 20], [0, 9]):
+        dense = torch.stack([row[:, None] - row == d for d in distances]).any(0)[None, None]
+        expected = dense_attention_with_gradients(*x, mask_BHQK=dense)
+        intervals = RowIntervals.from_dense(dense)
+        whole = magi_flex.create_block_mask(
+            lambda b, h, q, k, table=dense[0, 0]: table[q, k], None, None, LENGTH, LENGTH
+        )
+        plan = CanonicalMaskMod.from_plan(MaskPlan(intervals))
+        starts, ends = (distribute_tensor(t, device_mesh, [Replicate()]) for t in (plan.starts, plan.ends))
+        whole.mask_mod = CanonicalMaskMod(starts, ends, LENGTH)
+        cp = ContextParallel(device_mesh, intervals)
+        for function in (flex_attention, attend):
+            out = function(*(cp.shard(t, 2) for t in x[:3]), block_mask=cp.block_mask, enable_gqa=True)
+            assert_same(cp.unshard(out, 2), expected.out, f"sequence, {len(distances)}")
+            heads = [distribute_tensor(t, device_mesh, [Shard(1)]) for t in x[:3]]
+            out = function(*heads, block_mask=whole, enable_gqa=True)
+            assert_same(out.full_tensor(), expected.out, f"heads, {len(distances)}")
+
+
+def test_other_interval_counts(world: World) -> None:
+    world.run(check_other_interval_counts, 2)
 
 
 def check_combined_masks(group: dist.ProcessGroup) -> None:
