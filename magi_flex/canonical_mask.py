@@ -25,7 +25,7 @@ class CanonicalMaskMod:
         kv_len: number of keys.
         bit_tiles: None, or bit tiles with ``cols``, ``slot`` and ``bits`` padded (more entries than are listed).
         search_steps: steps of the binary search for a tile (0 without bit tiles).
-        by_batch, by_head, slots: whether B and H are above 1, and R.  Numbers of its own, because a traced function that
+        by_batch, by_head, slots: whether B and H are above 1, and R.  Values of its own, because a traced function that
             reads the shapes of captured DTensors is not traced again when these change.
     """
 
