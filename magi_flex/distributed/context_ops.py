@@ -138,7 +138,15 @@ def _(handle, batch, heads, mesh_ranks, mesh_shape, batch_dims, head_dims, seque
 
 
 def _staged(
-    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, score: ScoreProgram, scale: float, backend: str, backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: Tensor,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    backward: bool,
+    max_score: bool = False,
 ) -> tuple[ContextMask, StagedAttention]:
     mask, batch_offset, head_offset = context_mask.find(handle)
     if not score.is_identity:
@@ -146,7 +154,9 @@ def _staged(
         score = replace(score, index_map=indices)
     shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
     plan = mask.plan(shape, backward, batch_offset, head_offset)
-    return mask, StagedAttention(plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch)
+    return mask, StagedAttention(
+        plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch, max_score
+    )
 
 
 def run_forward(
@@ -161,8 +171,8 @@ def run_forward(
     out_order: Sequence[int],
     max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_score) of the rank's rows; max_score is there also where it is not wanted."""
-    mask, staged = _staged(q, k, v, handle, score, scale, backend, False)
+    """(out, lse, max_score) of the rank's rows."""
+    mask, staged = _staged(q, k, v, handle, score, scale, backend, False, max_score)
     keep = mask.options.keep_keys and needs_backward
     result, kept = staged.forward(q, k, v, needs_backward, keep)
     if keep:

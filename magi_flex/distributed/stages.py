@@ -119,6 +119,7 @@ class StagedAttention:
         backend: "auto" or a kernel backend's name.
         timeline: records what runs when.
         prefetch: stages whose keys may be on their way (and in memory) before they are computed, at least 1.
+        max_score: whether the largest scores are read.
     """
 
     plan: AttentionPlan
@@ -128,6 +129,7 @@ class StagedAttention:
     backend: str = "auto"
     timeline: Timeline | None = None
     prefetch: int = PREFETCH
+    max_score: bool = True
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class StagedAttention:
         score = self.score
         if not score.is_identity:
             score = replace(score, index_map=replace(score.index_map, q_index=rows, k_index=keys))
-        return AttentionRequest(q, k, v, mask, self.scale, score, wide_results=True)
+        return AttentionRequest(q, k, v, mask, self.scale, score, wide_results=True, max_score=self.max_score)
 
     def _kernel(self, request: AttentionRequest, needs_backward: bool) -> Backend:
         return route(facts_of(request, needs_backward), self.backend)
