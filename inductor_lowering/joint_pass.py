@@ -104,7 +104,7 @@ class _Rewriter:
 
     def _leave(self, node: Node, reason: Stock) -> None:
         call = HopCall.of_node(node)
-        refuse_stock_for_sharded(call, reason)
+        refuse_stock_for_sharded(call, self._submodule(call.block_mask.mask_mod), reason)
         device = call.q.meta["val"].device
         wanted = "a backward pass" if node.target is BACKWARD_HOP else "the largest scores"
         if device.type == "cpu" and (node.target is BACKWARD_HOP or call.kernel_options.get("OUTPUT_MAX")):
@@ -213,7 +213,7 @@ class _Rewriter:
         if mask.is_full or mask.sharded:
             return (None, *own)
         q, k = call.q.meta["val"], call.k.meta["val"]
-        lengths = [self._size(call.q, q, 0), q.shape[1], self._size(call.q, q, 2), self._size(call.k, k, 2)]
+        lengths = [*(self._size(call.q, q, dim) for dim in range(3)), self._size(call.k, k, 2)]
         key = (mask, tuple(tensors), tuple(ints), tuple(lengths), q.device)
         if key not in self.handles:
             handle = self.graph.call_function(torch.ops.magi_flex.plan_handle.default, (*own, *lengths, q.device))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from inductor_lowering.score_analysis import recognise
+from inductor_lowering.sharded_masks import is_sharded
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
@@ -21,8 +22,9 @@ from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import AUTO, check_choice, route, stock_is_faster
 from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
 from magi_flex.kernels.tile_plans import objection
-from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
+from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
 from magi_flex.score_steps import step_types
+from magi_flex.sharded_mask import find_handle
 
 STOCK = "stock"
 WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
@@ -61,9 +63,14 @@ def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any]
         program = FxProgram.from_graph(mask_mod)
     except UnsupportedProgram as error:
         raise Stock(f"mask_mod: {error}") from error
-    handle = sharded_handle(call)
-    if handle is not None and str(SHARD_HANDLE_MAGIC) in program.to_json():
-        return MaskSpec(None, "t", sharded=True), [handle], []
+    handle = find_handle(mask_mod, call.mask_captures)
+    if handle is not None:
+        if not is_sharded(program, [x.meta["val"] if isinstance(x, Node) else x for x in call.mask_captures]):
+            raise ValueError(
+                "block_mask: combines the mask_mod of a ContextParallel with something else, which would be lost; "
+                "combine the masks first and give the result to ContextParallel"
+            )
+        return MaskSpec(None, "t", sharded=True), [call.mask_captures[handle]], []
     args = call.block_mask
     lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
     if lists and args.full_kv_num_blocks is not None:
@@ -74,14 +81,9 @@ def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any]
     return spec, [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
 
 
-def sharded_handle(call: HopCall) -> Any | None:
-    """The handle that stands for a mask over a sequence shared by ranks, or None for any other mask."""
-    return next((x for x in call.mask_captures if is_shard_handle(x.meta["val"] if isinstance(x, Node) else x)), None)
-
-
-def refuse_stock_for_sharded(call: HopCall, reason: Stock) -> None:
+def refuse_stock_for_sharded(call: HopCall, mask_mod: Any, reason: Stock) -> None:
     """PyTorch's own kernels know nothing of other ranks, so such a call cannot be left to them."""
-    if sharded_handle(call) is not None:
+    if isinstance(mask_mod, GraphModule) and find_handle(mask_mod, call.mask_captures) is not None:
         raise RuntimeError(f"flex_attention over a sharded sequence cannot be left to PyTorch: {reason}")
 
 

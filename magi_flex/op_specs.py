@@ -42,23 +42,6 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
     return tuple(next(remaining[kind]) for kind in order)
 
 
-SHARD_HANDLE_SHAPE = (1, 1, 4)
-SHARD_HANDLE_MAGIC = 0x6D6167695F6370  # a handle's first number, with which its mask_mod compares it
-
-
-def is_shard_handle(capture: object) -> bool:
-    """Whether a captured tensor (or its fake) is the handle of a mask over a sequence that ranks share.
-
-    By dtype and shape, all that is known when a graph is compiled; the contents are checked when it runs.
-    """
-    return (
-        isinstance(capture, Tensor)
-        and capture.dtype == torch.int64
-        and capture.dim() == len(SHARD_HANDLE_SHAPE)
-        and all(isinstance(a, int) and a == b for a, b in zip(capture.shape, SHARD_HANDLE_SHAPE, strict=True))
-    )
-
-
 @dataclass(frozen=True)
 class MaskSpec:
     """A mask as stock FlexAttention means it: block lists AND mask_mod on partial blocks, lists alone on full ones.

@@ -9,6 +9,7 @@ graph's and the kernel's idea of them cannot differ, whatever layout the compile
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -65,35 +66,6 @@ _library.define(
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of lse and max_score."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# ---- sequences shared by ranks -----
-
-
-class ShardedAttention(Protocol):
-    """Attention over a sequence of which this rank has a part; magi_flex.distributed provides it.
-
-    As :func:`run_forward` and :func:`run_backward`, with the handle of the mask's plans instead of a plan.
-    """
-
-    def run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]: ...
-    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
-
-
-_sharded: list[ShardedAttention] = []
-
-
-def provide_sharded_attention(provider: ShardedAttention) -> None:
-    """Who serves masks that are sharded (MaskSpec.sharded)."""
-    _sharded[:] = [provider]
-
-
-def sharded_attention() -> ShardedAttention:
-    if not _sharded:
-        raise RuntimeError(
-            "block_mask: is a ContextParallel's, but magi_flex.distributed is not imported in this process"
-        )
-    return _sharded[0]
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -226,6 +198,51 @@ def run_backward(
     return in_order(grads.dq, q_order), in_order(dk, k_order), in_order(dv, v_order), captured
 
 
+class Runner(Protocol):
+    """Who computes attention: this module with a plan, or magi_flex.distributed, where ranks share the sequence, with
+    the handle of the mask's plans in its place."""
+
+    def run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
+
+
+_sharded: list[Runner] = []
+
+
+def provide_sharded_attention(runner: Runner) -> None:
+    """Who serves masks that are sharded (MaskSpec.sharded)."""
+    _sharded[:] = [runner]
+
+
+def runner_of(mask: MaskSpec) -> Runner:
+    if not mask.sharded:
+        return sys.modules[__name__]
+    if not _sharded:
+        raise RuntimeError(
+            "block_mask: is a ContextParallel's, but magi_flex.distributed is not imported in this process"
+        )
+    return _sharded[0]
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    plan: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    mask_ints: Sequence[int],
+    mask: str,
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+) -> tuple[Runner, MaskPlan | Tensor, ScoreProgram]:
+    """(who computes, plan or handle, score program)"""
+    spec = MaskSpec.from_json(mask)
+    sizes = None if spec.sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    where = mask_tensors[0] if spec.sharded else _plan(plan, mask_tensors, mask_ints, mask, q, k)
+    return runner_of(spec), where, program
+
+
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def attention(
     q: Tensor,
@@ -244,14 +261,8 @@ def attention(
     out_order: Sequence[int],
     max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sharded = MaskSpec.from_json(mask).sharded
-    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    if sharded:
-        run = sharded_attention().run_forward
-        return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
-    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order, max_score)
+    runner, where, program = _prepared(q, k, plan, mask_tensors, mask_ints, mask, score_tensors, score_ints, score)
+    return runner.run_forward(q, k, v, where, program, scale, backend, needs_backward, out_order, max_score)
 
 
 @torch.library.register_fake("magi_flex::attention", lib=_library)
@@ -356,18 +367,9 @@ def attention_backward(
     k_order: Sequence[int],
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    sharded = MaskSpec.from_json(mask).sharded
-    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    if sharded:
-        run = sharded_attention().run_backward
-        return run(
-            *(q, k, v, out, lse, d_out, d_lse, mask_tensors[0], program, scale, backend),
-            *(q_order, k_order, v_order),
-        )
-    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return run_backward(
-        *(q, k, v, out, lse, d_out, d_lse, mask_plan, program, scale, backend),
+    runner, where, program = _prepared(q, k, plan, mask_tensors, mask_ints, mask, score_tensors, score_ints, score)
+    return runner.run_backward(
+        *(q, k, v, out, lse, d_out, d_lse, where, program, scale, backend),
         *(q_order, k_order, v_order),
     )
 
