@@ -117,7 +117,7 @@ def _mask(args: argparse.Namespace, tokens: int) -> RowIntervals:
     from magi_flex.block_mask import plan
 
     if args.mask not in mods.names():
-        names = ", ".join(("full", "causal", "documents", "document_causal", *mods.names()))
+        names = ", ".join(sorted({*mods.names(), "documents"}))
         raise ValueError(f"mask: got {args.mask!r}, allowed are {names}")
     return to_intervals(plan(mods.by_name(args.mask, tokens, tokens), tokens, tokens, device="cpu"))
 
