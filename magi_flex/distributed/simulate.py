@@ -175,7 +175,7 @@ def _draw_timeline(axis: Any, direction: str, ours: Pass) -> None:
         bar = axis.barh(
             lanes.index(span.lane), width, 0.7, span.begin / 1e3, color=COLORS[span.lane], edgecolor="white"
         )
-        if width > 0.08 * (ours.seconds or 1) * 1e3:
+        if width > 0.1 * (ours.seconds or 1) * 1e3:
             axis.bar_label(bar, [span.name.replace("gradients of ", "").replace("keys of ", "")], label_type="center",
                            color="white", fontsize=8)  # fmt: skip
     axis.set_yticks(range(len(lanes)), lanes)
