@@ -19,6 +19,7 @@ from magi_flex.kernels.triton_score import source_folder
 LARGEST_HEAD_DIM = 512
 DIRECTIONS = ("forward", "kv", "q")  # the forward kernel, the two of the backward
 LEAST_TILE = 16  # of a matrix product
+_SCORES_OF_A_THREAD = 16  # where a score mod is computed
 _MOST_SPLITS = 64
 _STEPS_OF_A_SPLIT = 4  # key steps that make a split worth its merging
 _HOPPER_SHARED_BYTES = 227 << 10
@@ -88,6 +89,15 @@ def tiles_for(direction: str, dtype: torch.dtype, head_dim: int, v_dim: int, dev
         return found
     tiles = next(tiles for limit, tiles in _TABLE[direction, dtype.itemsize] if widest <= limit)
     return fit(direction, tiles, head_dim, v_dim, dtype.itemsize, shared_limit(device))
+
+
+def for_score_mod(direction: str, tiles: Tiles) -> Tiles:
+    """``tiles`` for a kernel with a score mod: many values a score are alive at once, so a thread has fewer scores."""
+    streamed = "rows" if direction == "kv" else "keys"
+    tiles = replace(tiles, warps=8 if tiles.rows * tiles.keys >= 4096 else tiles.warps)
+    while tiles.rows * tiles.keys > _SCORES_OF_A_THREAD * 32 * tiles.warps and getattr(tiles, streamed) > LEAST_TILE:
+        tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
+    return tiles
 
 
 def fit(direction: str, tiles: Tiles, head_dim: int, v_dim: int, element_size: int, limit: int) -> Tiles:
