@@ -23,7 +23,15 @@ from magi_flex.kernels.request import (
     ScoreProgram,
 )
 from magi_flex.kernels.score_split import leading_factors
-from magi_flex.kernels.triton_configs import LARGEST_HEAD_DIM, Tiles, for_score_mod, padded, tiles_for
+from magi_flex.kernels.triton_configs import (
+    DIRECTIONS,
+    LARGEST_HEAD_DIM,
+    Tiles,
+    fits,
+    for_score_mod,
+    padded,
+    tiles_for,
+)
 from magi_flex.kernels.triton_score import SUPPORTED, backward_score, forward_score
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,6 +61,17 @@ class TritonBackend(Backend):
             found.append("q, k and v must have one dtype")
         if not 1 <= min(facts.head_dim, facts.v_head_dim) <= max(facts.head_dim, facts.v_head_dim) <= LARGEST_HEAD_DIM:
             found.append(f"serves head dims from 1 to {LARGEST_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}")
+        elif not fits(
+            DIRECTIONS if facts.needs_backward else DIRECTIONS[:1],
+            padded(facts.head_dim),
+            padded(facts.v_head_dim),
+            facts.dtype.itemsize,
+            facts.device,
+        ):
+            found.append(
+                f"this GPU has too little shared memory for head dims {facts.head_dim} and {facts.v_head_dim} in "
+                f"{str(facts.dtype).removeprefix('torch.')}"
+            )
         unknown = sorted(facts.score_ops - SUPPORTED)
         if unknown:
             found.append(f"cannot generate code for {', '.join(unknown)} in a score mod")
