@@ -57,17 +57,25 @@ TEST_SECONDS = {
     "test_ffa_backward.py": 240,
     "test_ffa_forward.py": 180,
     "test_triton.py": 180,
-    "test_plans.py": 120,
+    "test_device_plans.py": 120,
     "test_fa4.py": 180,
 }
 OTHER_TEST_SECONDS = 120
 # (module, arguments): likewise; "{out}" is the folder for results.
 BENCHMARKS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("bench_ffa_backward", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 150),
-    ("bench_ffa_backward", ("--lengths", "8192", "--dims", "256,64", "--rounds", "5", "--directory", "{out}/dims"), 90),
+    (
+        "bench_ffa_backward",
+        ("--lengths", "8192,32768", "--deterministic", "--softcap", "--rounds", "5", "--directory", "{out}"),
+        150,
+    ),
+    (
+        "bench_ffa_backward",
+        ("--lengths", "8192", "--dims", "256,192:128,64", "--rounds", "5", "--directory", "{out}/dims"),
+        120,
+    ),
     ("bench_ffa", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 120),
     ("bench_triton", ("--directory", "{out}"), 180),
-    ("bench_plan_gpu", ("--directory", "{out}"), 120),
+    ("bench_device_plans", ("--directory", "{out}"), 120),
     ("bench_fa4", ("--directory", "{out}"), 180),
 )
 

@@ -73,7 +73,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if mask.sharded:
         return ops.sharded_attention().run_forward(call.q, call.k, call.v, mask_inputs[0][0], *settings)
     plan = _build(mask, mask_inputs, call.q, call.k)
-    out, lse, max_score = ops.run_forward(call.q, call.k, call.v, plan, *settings)
+    out, lse, max_score = ops.run_forward(call.q, call.k, call.v, plan, *settings, call.wants_max_score)
     if needs_backward:
         plan_memo.remember(plan_memo.storage_key(lse), lse, _identity(mask, call), plan)
     return out, lse, max_score

@@ -132,7 +132,7 @@ class _Rewriter:
                     *(call.q, call.k, call.v),
                     *(plan, mask_tensors, mask_ints, mask.to_json()),
                     *(score_tensors, score_ints, score.to_json()),
-                    *(call.scale, backend, needs_backward, dense_order(out)),
+                    *(call.scale, backend, needs_backward, dense_order(out), call.wants_max_score),
                 ),
             )
         new.meta = {**node.meta, "val": (out, lse.to(wide), max_score.to(wide))}

@@ -56,6 +56,11 @@ class HopCall:
     d_lse: Any = None
     joint_graph: Any = None
 
+    @property
+    def wants_max_score(self) -> bool:
+        """Whether the caller asked for the largest scores; a direct call of the op does not say, so it may."""
+        return bool(self.kernel_options.get("OUTPUT_MAX", True))
+
     @staticmethod
     def of_forward(args: Sequence[Any]) -> HopCall:
         q, k, v, score_mod, block_mask, scale, options, *captures = args

@@ -129,6 +129,7 @@ def leave_to_faster_stock(
         has_bit_tiles=False,  # known only when the plan is made
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mixed_dtypes=not q.dtype == k.dtype == v.dtype,
+        max_score=call.wants_max_score,
         score_ops=ops,
     )
     reason = stock_is_faster(facts)

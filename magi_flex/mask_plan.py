@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles, count_bits, pack_bits
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_structure import Structure
 from magi_flex.tiles import TilePlan, build_tile_plan
 
 __all__ = ["BitTiles", "MaskPlan", "MaskPlanBuilder"]
@@ -25,10 +26,14 @@ _BAND_ELEMENTS = 1 << 22  # dense elements that from_dense encodes at a time
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """An exact mask in O(tokens) memory.  Rows that have bit tiles have no intervals, and the other way round."""
+    """An exact mask in O(tokens) memory.  Rows that have bit tiles have no intervals, and the other way round.
+
+    ``structure`` is given where it is known without looking at the intervals; None says nothing about the mask.
+    """
 
     intervals: RowIntervals
     bit_tiles: BitTiles | None = None
+    structure: Structure | None = None
 
     @staticmethod
     def from_dense(mask_BHQK: Tensor, max_intervals: int = CHEAP_INTERVALS) -> MaskPlan:

@@ -20,6 +20,7 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
 from magi_flex.kernels.request import ScoreProgram
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
 from magi_flex.score_steps import Sizes, build_steps
 
 
@@ -115,7 +116,7 @@ class MaskSpec:
             if self.full_lists:
                 full = BlockRows.from_lists(lists[2], lists[3], block_size, q_len, kv_len)
         elif self.program is None:
-            return MaskPlan(RowIntervals.full(q_len, kv_len, device))
+            return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
         captures = join_captures(self.order, tensors, ints)
         program = _program(self.program)
         return plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]

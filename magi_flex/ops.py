@@ -32,7 +32,7 @@ _library.define(
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
-    "int[] out_order) -> (Tensor, Tensor, Tensor)",
+    "int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
 _library.define(
@@ -119,12 +119,14 @@ def _plan(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram) -> AttentionRequest:
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram, max_score: bool = False
+) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
     check_inputs(q, k, v)
     check_plan(plan, q, k)
     k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
-    return AttentionRequest(q, k, v, plan, scale, score)
+    return AttentionRequest(q, k, v, plan, scale, score, max_score=max_score)
 
 
 def run_forward(
@@ -137,9 +139,10 @@ def run_forward(
     backend: str,
     needs_backward: bool,
     out_order: Sequence[int],
+    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
-    request = _request(q, k, v, plan, scale, score)
+    request = _request(q, k, v, plan, scale, score, max_score)
     result = route(facts_of(request, needs_backward), backend).forward(request)
     return in_order(result.out, out_order), result.lse, result.max_score
 
@@ -188,6 +191,7 @@ def attention(
     backend: str,
     needs_backward: bool,
     out_order: Sequence[int],
+    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sharded = MaskSpec.from_json(mask).sharded
     sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -196,11 +200,11 @@ def attention(
         run = sharded_attention().run_forward
         return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
     mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order)
+    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order, max_score)
 
 
 @torch.library.register_fake("magi_flex::attention", lib=_library)
-def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order):  # type: ignore[no-untyped-def]
+def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
     out = empty_in_order(q, (*q.shape[:3], v.shape[3]), out_order)
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
     return out, lse, torch.empty_like(lse)

@@ -55,9 +55,9 @@ def instructions(code: bytes, kernel: str) -> Counter[int]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("wide_out", [False, True])
-def test_forward_uses_the_matrix_units_and_spills_nothing(wide_out: bool) -> None:
-    instance = forward_instance(torch.bfloat16, 128, 128, group=8, mask_heads=1, wide_out=wide_out)
+@pytest.mark.parametrize("merged", [False, True])
+def test_forward_uses_the_matrix_units_and_spills_nothing(merged: bool) -> None:
+    instance = forward_instance(torch.bfloat16, 128, 128, group=8, mask_heads=1, wide_out=merged, accumulate=merged)
     cubin = instance.compile()
     assert cubin.spill_bytes == 0
     assert cubin.warnings == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa
 from magi_flex.kernels.ffa import FfaBackend
-from magi_flex.kernels.request import AttentionGradients, AttentionRequest, ScoreProgram
+from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
 from tests.cases.score_steps import step_programs, steps_mod
@@ -112,3 +114,25 @@ def test_score_steps(name: str, deterministic: bool, monkeypatch: pytest.MonkeyP
         emulator.install(monkeypatch, seed)
         q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
         check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.2, score, deterministic), d_out)
+
+
+def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results over some keys, merged inside the kernel into those over others; rows without keys on either side."""
+    monkeypatch.setattr(ffa, "_MERGE_IN_KERNEL", True)
+    emulator.install(monkeypatch)
+    q_len, kv_len = 129, 150
+    q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+    whole = scattered(q_len, kv_len)
+    request = AttentionRequest(q, k, v, whole, 0.1, wide_results=True)
+    exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
+    mask = whole.to_dense()
+    left = torch.arange(kv_len) < 70
+    lse = torch.full((BATCH, HEADS, q_len), -torch.inf)
+    total = AttentionOutput(torch.zeros(BATCH, HEADS, q_len, 64), lse, lse.clone())
+    for part in (mask & left, torch.zeros_like(mask), mask & ~left):
+        plan = MaskPlan(RowIntervals.from_dense(part))
+        total = FfaBackend().accumulate(replace(request, plan=plan), total)
+    assert total.lse is lse
+    assert_within_factor(total.out, rounded.out, exact.out, floor=1e-5)
+    assert_within_factor(total.lse, rounded.lse, exact.lse, floor=1e-5)
+    assert_within_factor(total.max_score, rounded.max_score, exact.max_score, floor=1e-5)

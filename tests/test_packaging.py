@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-OPTIONAL = {"matplotlib", "triton", "flash_attn", "cutlass", "cuda"}  # each import of these copes with their absence
+# Each import of these copes with their absence.
+OPTIONAL = {"matplotlib", "triton", "flash_attn", "cutlass", "quack", "cuda"}
 
 
 def package_folders() -> list[Path]:

@@ -31,7 +31,7 @@ from magi_flex.distributed.group_work import (
     start_group_cast,
     start_group_reduce,
 )
-from magi_flex.distributed.lse import merge_lse
+from magi_flex.kernels.merge import merge_lse
 
 
 @overload

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_flex.distributed.group_plan import GroupPlan
-from magi_flex.distributed.lse import merge_lse_
 from magi_flex.distributed.transport import RowExchange
+from magi_flex.kernels.merge import merge_lse_
 
 Reduction = Literal["sum", "mean", "lse"]
 Plans = GroupPlan | Sequence[GroupPlan]

@@ -23,11 +23,11 @@ from magi_flex.distributed.cost_model import PREFETCH
 from magi_flex.distributed.exchange_plan import ExchangePlan
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.group_work import GroupWork, start_group_cast, start_group_reduce
-from magi_flex.distributed.lse import merge_lse
 from magi_flex.distributed.mask_forms import to_plan
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.merge import merge_lse
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -143,9 +143,8 @@ class StagedAttention:
         self._check(q_BHQD, k_BGKD, v_BGKE)
         batch, heads, q_len, _ = q_BHQD.shape
         wide = torch.float64 if q_BHQD.dtype == torch.float64 else torch.float32
-        out = q_BHQD.new_zeros((batch, heads, q_len, v_BGKE.shape[3]), dtype=wide)
         lse = q_BHQD.new_full((batch, heads, q_len), -torch.inf, dtype=wide)
-        max_score = lse.clone()
+        total = AttentionOutput(lse.new_zeros((batch, heads, q_len, v_BGKE.shape[3])), lse, lse.clone())
         kept: list[list[Tensor]] = []
         lane = _Lane(q_BHQD.device)
         visitors = self._send_queries(lane, [q_BHQD])
@@ -156,11 +155,10 @@ class StagedAttention:
             if not key_set.empty:
                 request = self._request(q_BHQD, k, v, key_set.mask, self.plan.rows, key_set.keys)
                 with self._span("forward", key_set.name, COMPUTE):
-                    part = self._kernel(request, needs_backward).forward(request)
-                    out, lse = merge_lse(out, lse, part.out.to(wide), part.lse.to(wide))
-                    max_score = torch.maximum(max_score, part.max_score.to(wide))
+                    total = self._kernel(request, needs_backward).accumulate(request, total)
             if visitors is not None and not key_set.hops:
                 returning = self._serve_forward(lane, visitors()[0], k, v, wide, needs_backward)
+        out, lse, max_score = total.out, total.lse, total.max_score
         if returning is not None:
             out_q, lse_q, max_q = (x.movedim(0, 2) for x in returning())
             out, lse = merge_lse(out, lse, out_q, lse_q)

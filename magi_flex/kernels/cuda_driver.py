@@ -201,13 +201,13 @@ def tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: 
 
 def is_tma_ready(x: Tensor) -> bool:
     """Whether ``x``'s last axis is contiguous and its address and other strides are multiples of 16 bytes."""
-    item = x.element_size()
-    return (
-        x.data_ptr() % 16 == 0
-        and (x.shape[-1] == 1 or x.stride(-1) == 1)
-        and all(x.stride(axis) * item % 16 == 0 for axis in range(x.dim() - 1) if x.shape[axis] > 1)
-        and all(0 < x.stride(axis) * item < 1 << 40 for axis in range(x.dim() - 1) if x.shape[axis] > 1)
-    )
+    return x.data_ptr() % 16 == 0 and _is_layout_ready(x.shape, x.stride(), x.element_size())
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_layout_ready(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
+    stepped = [stride * item for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
+    return (shape[-1] == 1 or strides[-1] == 1) and all(s % 16 == 0 and 0 < s < 1 << 40 for s in stepped)
 
 
 def fill_zero(x: Tensor, stream: int) -> None:

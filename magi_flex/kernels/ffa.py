@@ -23,7 +23,7 @@ from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
-from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     AttentionGradients,
@@ -86,6 +86,8 @@ _GRADIENT_Q = {
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
+# Whether :meth:`FfaBackend.accumulate` merges inside the forward kernel: not before that has run on a GPU.
+_MERGE_IN_KERNEL = False
 
 
 class FfaBackend(Backend):
@@ -134,12 +136,28 @@ class FfaBackend(Backend):
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        shape = (batch, heads, q_len, v.shape[3])
-        out = empty_in_order(q, shape, fill_order(q), torch.float32 if request.wide_results else q.dtype)
+        shape = torch.Size((batch, heads, q_len, v.shape[3]))
+        out = empty_like_filled(q, shape, torch.float32 if request.wide_results else q.dtype)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
+        result = AttentionOutput(out, lse, max_score)
+        self._forward(request, result, accumulate=False)
+        return result
+
+    def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
+        parts = (earlier.lse, earlier.max_score)
+        in_kernel = _MERGE_IN_KERNEL and is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
+        if not in_kernel or earlier.out.dtype != torch.float32:
+            return super().accumulate(request, earlier)
+        if earlier.out.numel() and request.k.shape[2]:
+            self._forward(request, earlier, accumulate=True)
+        return earlier
+
+    def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
+        q, k, v = request.q, request.k, request.v
+        batch, heads, q_len, _ = q.shape
         assert request.score.steps is not None, "objections() turns general score mods away"
         scale, steps = leading_factors(request.scale, request.score.steps)
         score = kernel_score(steps) if steps else None
@@ -151,10 +169,11 @@ class FfaBackend(Backend):
             v.shape[3],
             heads // k.shape[1],
             request.plan.starts.shape[1],
-            request.wide_results,
+            result.out.dtype == torch.float32,
             score.kinds if score else (),
             batch * heads * q_len,
             multiprocessors(q.device.index),
+            accumulate,
         )
         with torch.cuda.device(q.device):
             launch_forward(
@@ -165,13 +184,12 @@ class FfaBackend(Backend):
                 contiguous_intervals(request.plan),
                 forward_schedule(request.plan, instance),
                 scale,
-                out,
-                lse,
-                max_score,
+                result.out,
+                result.lse,
+                result.max_score,
                 score,
                 request.sm_margin,
             )
-        return AttentionOutput(out, lse, max_score)
 
     def backward(
         self,
@@ -182,10 +200,8 @@ class FfaBackend(Backend):
         d_lse: Tensor | None,
     ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dtypes = [torch.float32 if request.wide_results else x.dtype for x in (q, k, v)]
-        dq, dk, dv = (
-            empty_in_order(x, x.shape, fill_order(x), dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)
-        )
+        dtype = torch.float32 if request.wide_results else q.dtype
+        dq, dk, dv = (empty_like_filled(x, x.shape, dtype) for x in (q, k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
@@ -253,6 +269,7 @@ def forward_instance(
     score_steps: tuple[str, ...] = (),
     rows: int | None = None,
     multiprocessors: int = 132,
+    accumulate: bool = False,
 ) -> ForwardInstance:
     """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
 
@@ -271,7 +288,7 @@ def forward_instance(
             three = two
     *sizes, stage_out = three
     pack = packed_heads(group, mask_heads)
-    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, score_steps)
+    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, accumulate, score_steps)
 
 
 def _busy(row_tiles: float) -> float:

@@ -38,6 +38,7 @@ class ForwardInstance:
         pack: query heads in a row tile.
         stage_out: the output goes through shared memory (not for ``wide_out``).
         wide_out: float32 output.
+        accumulate: out, lse and max_score are merged with what they hold, of other keys (only with ``wide_out``).
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
     """
 
@@ -52,6 +53,7 @@ class ForwardInstance:
     pack: int
     stage_out: bool = True
     wide_out: bool = False
+    accumulate: bool = False
     score_steps: tuple[str, ...] = ()
 
     @property
@@ -76,6 +78,7 @@ class ForwardInstance:
             "FFA_PACK": self.pack,
             "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,
+            "FFA_ACCUMULATE": self.accumulate,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
             "FFA_SCORE_STEPS": step_list(self.score_steps),
         }
@@ -139,7 +142,8 @@ def launch_forward(
     score: KernelScore | None = None,
     sm_margin: int = 0,
 ) -> None:
-    """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream.
+    """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream, or merge
+    into them (``instance.accumulate``).
 
     All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
     is positive (any where there are score steps), the interval tables are contiguous, and ``schedule`` was made for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,11 @@ def fill_order(tensor: Tensor) -> list[int]:
 
     Equal strides: the later dimension counts as the faster one.  The rule of FlexAttention's own fake implementation.
     """
-    strides = tensor.stride()
-    last = tensor.dim() - 1
+    return _fill_order(tensor.stride())
+
+
+def _fill_order(strides: Sequence[int]) -> list[int]:
+    last = len(strides) - 1
     order = sorted(range(last, -1, -1), key=lambda dim: strides[dim])
     return [last, *(dim for dim in order if dim != last)]
 
@@ -40,6 +44,16 @@ def empty_in_order(
 ) -> Tensor:
     """Uninitialised tensor of ``shape`` on ``like``'s device, dense in ``order``."""
     return like.new_empty_strided(list(shape), strides_for(shape, order), dtype=dtype or like.dtype)
+
+
+def empty_like_filled(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """:func:`empty_in_order` in the fill order of ``like``, for launch paths (remembers the strides)."""
+    return like.new_empty_strided(shape, _filled_strides(shape, like.stride()), dtype=dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _filled_strides(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
+    return strides_for(shape, _fill_order(strides))
 
 
 def in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:

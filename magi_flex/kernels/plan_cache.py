@@ -43,7 +43,8 @@ def derived(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
         return build()
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return build()
-    identity = tuple((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version) for x in tensors)
+    # As long as its storage lives (see below), nothing else is at a tensor's address.
+    identity = tuple((x.data_ptr(), x.shape, x.stride(), x._version) for x in tensors)
     key = (what, plan.kv_len, identity)
     with _lock:
         entry = _entries.get(key)

@@ -7,13 +7,14 @@ E value head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
+from magi_flex.kernels.merge import merge_lse
 from magi_flex.mask_plan import MaskPlan
 
 
@@ -103,6 +104,7 @@ class AttentionRequest:
     score: ScoreProgram = field(default_factory=ScoreProgram)
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
+    max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold NaN
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
 
 
@@ -147,6 +149,16 @@ class Backend:
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError
 
+    def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
+        """Attention over the request's keys and those that ``earlier`` (float32, or float64 for float64 inputs) counts.
+
+        The memory of ``earlier`` may be written to and be that of the result, which has its dtype.
+        """
+        part = self.forward(replace(request, wide_results=True))
+        wide = earlier.out.dtype
+        out, lse = merge_lse(earlier.out, earlier.lse, part.out.to(wide), part.lse.to(wide))
+        return AttentionOutput(out, lse, torch.maximum(earlier.max_score, part.max_score.to(wide)))
+
     def backward(
         self,
         request: AttentionRequest,
@@ -177,4 +189,5 @@ class RequestFacts:
     wide_results: bool = False
     mixed_dtypes: bool = False  # k or v have another dtype than q
     index_map: bool = False  # the score mod sees other indices than the local ones
+    max_score: bool = False  # the largest scores are asked for
     score_ops: frozenset[str] = frozenset()  # what a general score mod does to single scores, see score_split.py

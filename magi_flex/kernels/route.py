@@ -30,6 +30,7 @@ class Entry(NamedTuple):
 # Fastest first.
 BACKENDS: tuple[Entry, ...] = (
     Entry("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
+    Entry("fa4", "magi_flex.kernels.fa4", "Fa4Backend", experimental=True),
     Entry("triton", "magi_flex.kernels.triton_backend", "TritonBackend", experimental=True),
     Entry("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
     Entry("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
@@ -158,6 +159,7 @@ def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:
         index_map=bool(
             index_map.b_offset or index_map.h_offset or index_map.q_index is not None or index_map.k_index is not None
         ),
+        max_score=request.max_score,
         score_ops=_score_ops(score, needs_backward),
     )
 

@@ -13,7 +13,6 @@ from magi_flex.distributed.agreement import mask_checksum
 from magi_flex.distributed.cost_model import Costs, Shape
 from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, solve_dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
-from magi_flex.distributed.lse import merge_lse
 from magi_flex.distributed.mask_forms import to_intervals, to_plan
 from magi_flex.distributed.measure import measure_costs
 from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
@@ -21,6 +20,7 @@ from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_count
 from magi_flex.distributed.stages import AttentionPlan, StagedAttention
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline, chrome_trace
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.merge import merge_lse
 from magi_flex.kernels.request import AttentionGradients
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask

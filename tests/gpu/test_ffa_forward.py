@@ -147,6 +147,36 @@ def test_score_steps(head_dim: int, group: int) -> None:
         assert_within_factor(result.max_score.cpu(), rounded.max_score, exact.max_score, floor=1e-3)
 
 
+@pytest.mark.parametrize("name", ["causal", "document_causal", "query_and_key_padding"])
+def test_accumulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results over some keys, merged inside the kernel into those over others."""
+    monkeypatch.setattr(ffa, "_MERGE_IN_KERNEL", True)
+    length = 1025
+    case = make_mask(name, length)
+    mask = case.dense().cuda()
+    batch, heads = max(2, case.batch), 16
+    q, k, v = inputs((batch, heads, 2, length, length, 128, 128))
+    exact, rounded = (dense_attention(q, k, v, mask, scale=0.1, dtype=dtype) for dtype in (torch.float64, q.dtype))
+    left = torch.arange(length, device="cuda") < 300
+    lse = torch.full((batch, heads, length), -torch.inf, device="cuda")
+    total = AttentionOutput(torch.zeros(batch, heads, length, 128, device="cuda"), lse, lse.clone())
+    for part in (mask & left, torch.zeros_like(mask), mask & ~left):
+        plan = MaskPlan(RowIntervals.from_dense(part))
+        total = FfaBackend().accumulate(AttentionRequest(q, k, v, plan, 0.1, wide_results=True), total)
+    assert total.lse is lse
+    assert_within_factor(total.out, rounded.out, exact.out, floor=1e-5)
+    assert_within_factor(total.lse, rounded.lse, exact.lse, floor=1e-5)
+    assert_within_factor(total.max_score, rounded.max_score, exact.max_score, floor=1e-5)
+
+
+def test_multiprocessors_left_to_others() -> None:
+    dense = make_mask("chunked_local", 1025).dense()
+    plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+    for margin in (1, 100, 1000):
+        q, k, v = inputs((2, 16, 2, 1025, 1025, 128, 128))
+        check(AttentionRequest(q, k, v, plan, 0.1, sm_margin=margin), dense.cuda())
+
+
 def test_short_steps() -> None:
     """Every number of keys, so that the short step occurs alone, before whole steps, and not at all."""
     q_len, kv_len = 600, 300

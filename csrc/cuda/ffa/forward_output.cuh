@@ -27,6 +27,7 @@ struct OutputRows {
 
     // Rows that attend to nothing.
     FFA_DEVICE void store_empty() {
+        if constexpr (kAccumulate) return;
         constexpr int kElementBytes = kWideOut ? 4 : 2;
         constexpr int kElements = 16 / kElementBytes;
 #pragma unroll
@@ -40,8 +41,48 @@ struct OutputRows {
         }
     }
 
+    // As `store`, merged with what is there: out is the mean of both, weighted by 2^lse (FlashDecoding's combination).
+    FFA_DEVICE void merge(const OnlineSoftmax& rows) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = item.row_begin + fragment_row(h) / kPack;
+            const bool valid = row < item.row_end;
+            const int64 head = static_cast<int64>(item.batch) * params.heads + item.head + fragment_row(h) % kPack;
+            const int64 at = head * params.q_len + min(row, params.q_len - 1);
+            const float earlier = params.lse[at];
+            const float earlier_top = params.max_score != nullptr ? params.max_score[at] : negative_infinity;
+            float sum = rows.sum[h], top = rows.seen[h];
+#pragma unroll
+            for (int lanes = 1; lanes <= 2; lanes *= 2) {
+                sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+            }
+            __syncwarp();  // all lanes have read before one writes
+            if (!valid || top == negative_infinity) continue;
+            const float now = rows.max[h] * params.scale_log2 + log2_approx(sum);
+            const float larger = fmaxf(earlier, now);
+            const float total = larger + log2_approx(exp2_approx(earlier - larger) + exp2_approx(now - larger));
+            const float keep = exp2_approx(earlier - total), factor = exp2_approx(now - total) / sum;
+            store_statistics(h, total, fmaxf(earlier_top, top * params.scale_log2));
+            float* const to = static_cast<float*>(params.out_pointer) + output_offset(fragment_row(h));
+#pragma unroll
+            for (int j = 0; j < kVDim / 8; ++j) {
+                const int column = 8 * j + 2 * (lane_index() & 3);
+                if (column >= params.v_dim) continue;
+                float2& pair = *reinterpret_cast<float2*>(to + column);
+                const float2 old = pair;
+                pair = make_float2(fmaf(acc_o[4 * j + 2 * h], factor, old.x * keep),
+                                   fmaf(acc_o[4 * j + 2 * h + 1], factor, old.y * keep));
+            }
+        }
+    }
+
     // Normalizes and writes the rows of `item` and their statistics.
     FFA_DEVICE void store(const OnlineSoftmax& rows) {
+        if constexpr (kAccumulate) {
+            merge(rows);
+            return;
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float sum = rows.sum[h], top = rows.seen[h];

@@ -2,7 +2,7 @@
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
 // FFA_KV_TILE, FFA_NARROW_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT,
-// FFA_SCORE_STEPS (a list of ScoreStep values).
+// FFA_ACCUMULATE, FFA_SCORE_STEPS (a list of ScoreStep values).
 #pragma once
 
 #include "row_tiles.cuh"
@@ -17,7 +17,9 @@ constexpr int kKStages = FFA_K_STAGES;        // buffers of K
 constexpr int kVStages = FFA_V_STAGES;        // buffers of V
 constexpr bool kStageOut = FFA_STAGE_OUT;     // 16-bit output goes through shared memory and TMA
 constexpr bool kWideOut = FFA_WIDE_OUT;       // float32 output
+constexpr bool kAccumulate = FFA_ACCUMULATE;  // merged with what out, lse and max_score hold already, of other keys
 using Score = ScoreSteps<FFA_SCORE_STEPS>;
+static_assert(kWideOut || !kAccumulate, "only float32 output is merged");
 static_assert(!(kStageOut && kWideOut), "float32 output is not staged");
 
 constexpr int kRows = 64 * kConsumers;

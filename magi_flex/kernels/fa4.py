@@ -1,0 +1,301 @@
+"""Backend ``fa4``: flash-attn-4's kernels for Hopper and Blackwell, forward and backward.
+
+Shape legend: B batch, H query heads, G key/value heads (H = G * group), Q query rows, K keys, D query/key head dim,
+E value head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
+from magi_flex.kernels.fa4_package import missing_package, package
+from magi_flex.kernels.fa4_score import KernelScore, kernel_score
+from magi_flex.kernels.fa4_trace import unknown_operators
+from magi_flex.kernels.ffa import positive_scale
+from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.request import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionRequest,
+    Backend,
+    Bias,
+    Distance,
+    RequestFacts,
+)
+from magi_flex.kernels.score_split import leading_factors
+
+LOG2_E = math.log2(math.e)
+ARCHITECTURES = (9, 10, 11)
+
+
+class Fa4Backend(Backend):
+    """Own flags and packed sequences where the mask is just that, else interval bits; see :meth:`objections`."""
+
+    name = "fa4"
+
+    def missing(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"needs a CUDA device, not {device.type}"
+        reason = missing_package()
+        if reason is not None:
+            return reason
+        if not torch.cuda.is_available():
+            return "needs a CUDA device, and torch sees none"
+        major, minor = divmod(architecture(device), 10)
+        if major not in ARCHITECTURES:
+            return (
+                f"needs compute capability 9, 10 or 11, this GPU has {major}.{minor}: for others flash-attn-4 lacks "
+                f"block lists or a backward that takes a mask"
+            )
+        return None
+
+    def objections(self, facts: RequestFacts) -> list[str]:
+        found = []
+        if facts.dtype not in (torch.bfloat16, torch.float16):
+            found.append(f"serves bfloat16 and float16, not {facts.dtype}")
+        if facts.mixed_dtypes:
+            found.append("q, k and v must have one dtype")
+        wrong_dims = head_dim_objection(
+            architecture(facts.device), facts.head_dim, facts.v_head_dim, facts.needs_backward
+        )
+        if wrong_dims:
+            found.append(wrong_dims)
+        if facts.has_bit_tiles:
+            found.append("masks with bit tiles are not in the kernel")
+        if facts.wide_results:
+            found.append("results are written in the inputs' dtype")
+        if facts.max_score:
+            found.append("the largest scores are not computed")
+        if facts.score_grads:
+            found.append("gradients of what a score mod captures are not computed")
+        if facts.needs_backward and facts.deterministic:
+            found.append("its backward sums the gradients of q in no fixed order")
+        reads_place = facts.score_steps is None or any(step in (Distance, Bias) for step in facts.score_steps)
+        if facts.index_map and reads_place:
+            found.append("positions that a score mod sees must be the local ones")
+        unknown = unknown_operators(facts.score_ops)
+        if unknown:
+            found.append(f"the score mod calls {', '.join(unknown)}")
+        return found
+
+    def forward(self, request: AttentionRequest) -> AttentionOutput:
+        q, k, v = request.q, request.k, request.v
+        shape = (*q.shape[:3], v.shape[3])
+        out = empty_in_order(q, shape, fill_order(q))
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        if out.numel() == 0 or k.shape[2] == 0:
+            return AttentionOutput(out.zero_(), lse.fill_(-math.inf), lse.clone())
+        scale, score = scale_and_score(request, backward=False)
+        if score is None:
+            q, scale = positive_scale(q, scale)
+        arch, group = architecture(q.device), q.shape[1] // k.shape[1]
+        mask = flagged_mask(request.plan, q.shape[0], can_pack((q, k, v, out), score))
+        if mask is None:
+            mask = forward_mask(request.plan, arch, (q.shape[3], v.shape[3]), group)
+        lay = _layout(mask)
+        with torch.cuda.device(q.device), torch.no_grad():
+            _, natural_lse, *_ = package().interface._flash_attn_fwd(
+                *(lay(without_broadcasts(x)) for x in (q, k, v)),
+                out=lay(out),
+                softmax_scale=scale,
+                return_lse=True,
+                **mask_arguments(mask, arch, backward=False),
+                **score_arguments(mask, score, q, backward=False),
+            )
+        torch.mul(_rows_by_head(natural_lse, q), LOG2_E, out=lse)
+        return AttentionOutput(out, lse, torch.full_like(lse, math.nan))
+
+    def backward(
+        self,
+        request: AttentionRequest,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+    ) -> AttentionGradients:
+        q, k, v = request.q, request.k, request.v
+        dq, dk, dv = (empty_in_order(x, x.shape, fill_order(x)) for x in (q, k, v))
+        gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
+        if d_out.numel() == 0 or k.shape[2] == 0:
+            for x in (dq, dk, dv):
+                x.zero_()
+            return gradients
+        scale, score = scale_and_score(request, backward=True)
+        arch, group = architecture(q.device), q.shape[1] // k.shape[1]
+        dims = (q.shape[3], v.shape[3])
+        # On Hopper, score mods of the backward get rows and heads as if grouped heads were packed, which they are not.
+        spread = arch // 10 == 9 and group > 1 and score is not None and score.reads_place
+        if spread:
+            k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+            dk, dv = (torch.empty_like(x) for x in (k, v))
+        d_out = d_out.to(q.dtype)
+        mask = flagged_mask(request.plan, q.shape[0], can_pack((q, k, v, out, d_out, dq, dk, dv), score))
+        if mask is None:
+            mask = backward_mask(request.plan, arch, dims)
+        lay, lay_rows = _layout(mask), _row_layout(mask)
+        natural_lse = lse / LOG2_E
+        natural_d_lse = None
+        if d_lse is not None:
+            natural_d_lse = lay_rows(torch.where(lse == -math.inf, 0, d_lse.float() * LOG2_E))
+        with torch.cuda.device(q.device), torch.no_grad():
+            package().interface._flash_attn_bwd(
+                *(lay(without_broadcasts(x)) for x in (q, k, v)),
+                lay(out),
+                lay(without_broadcasts(d_out)),
+                lay_rows(natural_lse),
+                softmax_scale=scale,
+                **dict(zip(("dq", "dk", "dv"), (lay(x) for x in (dq, dk, dv)), strict=True)),
+                dlse=natural_d_lse,
+                **mask_arguments(mask, arch, backward=True),
+                **score_arguments(mask, score, q, backward=True),
+            )
+        if spread:
+            for total, parts in ((gradients.dk, dk), (gradients.dv, dv)):
+                total.copy_(parts.unflatten(1, (-1, group)).sum(2, dtype=torch.float32))
+        return gradients
+
+
+# ---- what is served -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability times ten."""
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def head_dim_objection(arch: int, head_dim: int, v_dim: int, needs_backward: bool) -> str | None:
+    """Why the kernels for ``arch`` do not serve these head dims, or None."""
+    given = f"{head_dim} and {v_dim}"
+    if head_dim % 8 or v_dim % 8:
+        return f"serves head dims that are multiples of 8, not {given}"
+    if arch // 10 == 9:
+        return None if v_dim <= head_dim <= 256 else f"serves head dims up to 256, the values' not larger, not {given}"
+    if (head_dim, v_dim) == (256, 256):
+        return "its backward for head dim 256 takes no block lists and no gradient of lse" if needs_backward else None
+    if max(head_dim, v_dim) <= 128 or (head_dim, v_dim) == (192, 128):
+        return None
+    return f"serves head dims up to 128, 192 with 128, and 256, not {given}"
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
+    """The scale with what the score mod multiplies it by first, and the rest of the score mod (None: nothing)."""
+    batch, heads, q_len, _ = request.q.shape
+    sizes = (batch, heads, q_len, request.k.shape[2])
+    if request.score.steps is None:
+        return request.scale, kernel_score(request.score, None, sizes, backward)
+    scale, steps = leading_factors(request.scale, request.score.steps)
+    return scale, kernel_score(request.score, steps, sizes, backward)
+
+
+def mask_arguments(mask: KernelMask, arch: int, backward: bool, as_bits: bool = True) -> dict[str, Any]:
+    """Arguments of the package's functions for the mask, without the tables.
+
+    ``as_bits``: apply intervals as words of bits where the kernel allows it; else score by score (to compare with).
+    """
+    arguments = dict(mask.flags)
+    if mask.documents is not None:
+        bounds, longest = mask.documents.bounds, mask.documents.longest
+        arguments |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    if mask.lists is not None:
+        from magi_flex.kernels.fa4_device import interval_mask
+
+        hopper = arch // 10 == 9
+        arguments["mask_mod"] = interval_mask(
+            mask.slots, mask.by_key, packed=as_bits and not hopper and not backward, by_line=as_bits and hopper
+        )
+        arguments["block_sparse_tensors"] = package().block_sparsity.BlockSparseTensorsTorch(
+            mask_block_cnt=mask.lists.partial_count,
+            mask_block_idx=mask.lists.partial,
+            full_block_cnt=mask.lists.full_count,
+            full_block_idx=mask.lists.full,
+            block_size=mask.block,
+        )
+    return arguments
+
+
+def score_arguments(mask: KernelMask, score: KernelScore | None, q: Tensor, backward: bool) -> dict[str, Any]:
+    """Arguments for the score mod, and all tables: the mask's (for the batch and heads of ``q``), the score mod's."""
+    tables = [_shared(x, q.shape[0], q.shape[1]) for x in mask.bounds or ()]
+    arguments: dict[str, Any] = {}
+    if score is not None:
+        from magi_flex.kernels.fa4_device import score_gradient, score_mod
+
+        arguments["score_mod"] = score_mod(score, len(tables))
+        if backward:
+            arguments["score_mod_bwd"] = score_gradient(score, len(tables))
+        tables += score.tables
+    if tables:
+        arguments["aux_tensors"] = [kernel_table(x) for x in tables]
+    return arguments
+
+
+def kernel_table(table: Tensor) -> Tensor:
+    """A table as a kernel takes it: with a dimension, and told which one is contiguous where several could be."""
+    table = table.detach()
+    table = table.view(1) if table.dim() == 0 else table
+    contiguous = [dim for dim, stride in enumerate(table.stride()) if stride == 1]
+    if contiguous:
+        table.__leading_dim__ = contiguous[-1]  # type: ignore[attr-defined]
+    return table
+
+
+def _shared(bounds_BHRQ: Tensor, batch: int, heads: int) -> Tensor:
+    """For so many batch entries and heads; strides of 0 (of 1 entry, too) are constants in a kernel."""
+    strides = [0 if n == 1 else s for n, s in zip(bounds_BHRQ.shape[:2], bounds_BHRQ.stride(), strict=False)]
+    return bounds_BHRQ.as_strided((batch, heads, *bounds_BHRQ.shape[2:]), (*strides, *bounds_BHRQ.stride()[2:]))
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+def without_broadcasts(x: Tensor) -> Tensor:
+    """The kernels' copy engines walk real strides."""
+    return x.contiguous() if any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)) else x
+
+
+def can_pack(tensors: Sequence[Tensor], score: KernelScore | None) -> bool:
+    """Whether ``[B, heads, rows, dim]`` tensors are one sequence each as they lie, and the score mod allows it."""
+    if score is not None and not score.relative:
+        return False
+    return all(x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2) for x in tensors)
+
+
+def _layout(mask: KernelMask) -> Callable[[Tensor], Tensor]:
+    """``[B, heads, rows, dim]`` to ``[B, rows, heads, dim]``, or to ``[B * rows, heads, dim]`` for packed sequences."""
+    if mask.documents is None:
+        return lambda x: x.transpose(1, 2)
+
+    def pack(x: Tensor) -> Tensor:
+        batch, heads, rows, dim = x.shape
+        return x.transpose(1, 2).as_strided((batch * rows, heads, dim), (x.stride(2), x.stride(1), x.stride(3)))
+
+    return pack
+
+
+def _row_layout(mask: KernelMask) -> Callable[[Tensor], Tensor]:
+    """``[B, H, Q]`` as the kernels take it: contiguous, or ``[H, B * Q]`` for packed sequences."""
+    if mask.documents is None:
+        return lambda x: x.contiguous()
+    return lambda x: x.transpose(0, 1).flatten(1).contiguous()
+
+
+def _rows_by_head(x: Tensor, q: Tensor) -> Tensor:
+    """The inverse of :func:`_row_layout`."""
+    batch, heads, q_len, _ = q.shape
+    return x if x.dim() == 3 else x.view(heads, batch, q_len).transpose(0, 1)
