@@ -36,8 +36,8 @@ from magi_flex.kernels.request import (
     RequestFacts,
 )
 from magi_flex.kernels.score_split import leading_factors
+from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import build_tile_plan
 
 
 class Tiles(NamedTuple):
@@ -94,6 +94,7 @@ class FfaBackend(Backend):
     """Forward and backward on Hopper; see :meth:`objections` for what it leaves to others."""
 
     name = "ffa"
+    never_waits = True
 
     def missing(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -335,7 +336,7 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstan
     sizes = (instance.q_tile, instance.kv_tile)
 
     def build() -> Schedule:
-        return make_schedule(build_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
+        return make_schedule(kernel_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
 
     return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
 
