@@ -26,7 +26,7 @@ from tests.cases.reference import assert_within_factor, dense_attention_with_gra
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available() and device_plans.missing() is None:
-    from tests.test_device_plans import assert_same, total_steps, without_capacity
+    from tests.interpreted.test_device_plans import assert_same, total_steps, without_capacity
     from tests.test_tiles import CLASSES, check_invariants
 else:
     CLASSES = {}

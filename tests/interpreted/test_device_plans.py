@@ -16,7 +16,6 @@ from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 from tests.cases.masks import make_mask
 from tests.test_tiles import CLASSES, check_invariants, interval_plan, packed_documents
-from tests.triton_interpreter import DEVICE
 
 LISTS = ("full_ptr", "full_runs", "partial_ptr", "partial_runs")
 
@@ -37,9 +36,7 @@ def without_capacity(tiles: TilePlan) -> TilePlan:
 
 
 def built(plan: MaskPlan, q_tile: int, kv_tile: int, kind: str, run_align: int = 1) -> TilePlan:
-    intervals = plan.intervals
-    on_device = RowIntervals(intervals.starts.to(DEVICE), intervals.ends.to(DEVICE), intervals.kv_len)
-    tiles = build_device_plan(on_device, q_tile, kv_tile, *CLASSES[kind], run_align)
+    tiles = build_device_plan(plan.intervals, q_tile, kv_tile, *CLASSES[kind], run_align)
     full, partial = tiles.steps()
     short = without_capacity(tiles)
     for steps, wanted in zip((full, partial), short.steps(), strict=True):
