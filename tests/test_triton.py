@@ -45,7 +45,8 @@ GPU = RequestFacts(
 
 
 def run(*command: str, timeout: int, **variables: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
