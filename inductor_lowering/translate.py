@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -20,8 +21,10 @@ from inductor_lowering.sharded_masks import is_sharded
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
-from magi_flex.kernels.route import AUTO, call_facts, check_choice, stock_is_faster
+from magi_flex.kernels.request import RequestFacts
+from magi_flex.kernels.route import AUTO, call_facts, check_choice, route, stock_is_faster
 from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
+from magi_flex.kernels.tile_plans import objection
 from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
 from magi_flex.score_steps import step_types
 from magi_flex.sharded_mask import find_handle
@@ -135,16 +138,26 @@ def leave_to_faster_stock(
 
     Looks at nothing that forward and backward of one call could see differently, so that both go the same way.
     """
-    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
-    if backend != AUTO or mask.sharded or not all(isinstance(x.shape[3], int) for x in (q, v)):
+    facts = _graph_facts(call, score, needs_backward, score_grads)
+    if backend != AUTO or mask.sharded or facts is None:
         return
+    reason = stock_is_faster(facts)
+    if reason is not None:
+        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
+
+
+def _graph_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grads: bool) -> RequestFacts | None:
+    """What routing may look at, as far as a graph tells; None where head dims are not known."""
+    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
+    if not all(isinstance(x.shape[3], int) for x in (q, v)):
+        return None
     steps: tuple[type, ...] | None = ()
     ops: frozenset[str] = frozenset()
     if score.forward is not None:
         steps = None if score.recipe is None else step_types(json.loads(score.recipe))
         if steps is None:
             ops = score_ops(FxProgram.from_json(score.forward), SCORE_ARGUMENTS)
-    facts = call_facts(
+    return call_facts(
         q.device,
         (q.dtype, k.dtype, v.dtype),
         (q.shape[3], v.shape[3]),
@@ -155,9 +168,20 @@ def leave_to_faster_stock(
         max_score=call.wants_max_score,
         score_ops=ops,
     )
-    reason = stock_is_faster(facts)
-    if reason is not None:
-        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
+
+
+def in_cuda_graph(call: HopCall, score: ScoreSpec, backend: str, needs_backward: bool, score_grads: bool) -> bool:
+    """Whether Inductor will capture this call in a CUDA graph, and plan and kernel can be made without the host.
+
+    Looks at nothing that forward and backward of one call could see differently.
+    """
+    facts = _graph_facts(call, score, needs_backward, score_grads)
+    if not inductor_config.triton.cudagraphs or facts is None or objection(facts.device, has_bit_tiles=False):
+        return False
+    try:
+        return route(facts, backend).never_waits
+    except ValueError:  # the chosen backend does not serve the call, which it says when it runs
+        return False
 
 
 def _value(x: Any) -> Any:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from magi_flex import plan_memo
+from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_inputs, check_plan
 from magi_flex.kernels.layout import empty_in_order, in_order
+from magi_flex.kernels.plan_cache import nothing_kept
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
@@ -34,12 +36,28 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
     "int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.flexible_layout,),
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 _library.define(
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
     "Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
+    "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
+)
+_library.define(
+    "plan_intervals(Tensor[] tensors, int[] ints, str spec, int batch, int heads, int q_len, int kv_len, "
+    "Device device) -> (Tensor, Tensor)"
+)
+_library.define(
+    "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, "
+    "str score, float scale, str backend, bool needs_backward, int[] out_order, bool max_score=True) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_library.define(
+    "planned_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
+    "Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
     "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -86,6 +104,39 @@ def _built_mask(
         return MaskSpec.from_json(spec).build(tensors, ints, *lengths, q.device)
 
     return build() if handle is None else plan_memo.recall(int(handle), (spec, *lengths), build)
+
+
+@torch.library.impl(_library, "plan_intervals", "CompositeExplicitAutograd")
+def plan_intervals(
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    spec: str,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """(starts, ends) of a mask whose number of intervals is known, computed on the device without reading from it.
+
+    A step in a CUDA graph has no second chance, so block lists that change what the mask_mod says stop it.
+    """
+    intervals, agrees = MaskSpec.from_json(spec).static_intervals(tensors, ints, batch, heads, q_len, kv_len, device)
+    if agrees is not None:
+        torch._assert_async(
+            agrees,
+            "block_mask: its block lists change what its mask_mod says, which a plan inside a CUDA graph cannot serve; "
+            "use magi_flex.enable(plans='torch') for this mask",
+        )
+    return intervals.starts.contiguous(), intervals.ends.contiguous()
+
+
+@torch.library.register_fake("magi_flex::plan_intervals", lib=_library)
+def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore[no-untyped-def]
+    shape = MaskSpec.from_json(spec).static_shape(tensors, ints, batch, heads, q_len, kv_len)
+    if isinstance(shape, str):
+        raise RuntimeError(f"plan_intervals: the number of intervals depends on {shape}")
+    return torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -219,9 +270,82 @@ def attention(
 
 @torch.library.register_fake("magi_flex::attention", lib=_library)
 def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
+    return _fake_forward(q, v, out_order)
+
+
+def _fake_forward(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_in_order(q, (*q.shape[:3], v.shape[3]), out_order)
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
     return out, lse, torch.empty_like(lse)
+
+
+def _planned(intervals: Sequence[Tensor], q: Tensor, k: Tensor) -> MaskPlan:
+    """The plan of given intervals; of none: every pair attends."""
+    kv_len = k.shape[2]
+    if not intervals:
+        return MaskPlan(RowIntervals.full(q.shape[2], kv_len, q.device))
+    return MaskPlan(RowIntervals(intervals[0], intervals[1], kv_len))
+
+
+@torch.library.impl(_library, "planned_attention", "CompositeExplicitAutograd")
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+    scale: float,
+    backend: str,
+    needs_backward: bool,
+    out_order: Sequence[int],
+    max_score: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``attention``, with all of the plan in tensors of the graph, so that it can be captured and replayed."""
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    with nothing_kept():
+        plan = _planned(intervals, q, k)
+        return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score)
+
+
+@torch.library.register_fake("magi_flex::planned_attention", lib=_library)
+def _(q, k, v, intervals, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
+    return _fake_forward(q, v, out_order)
+
+
+@torch.library.impl(_library, "planned_attention_backward", "CompositeExplicitAutograd")
+def planned_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    intervals: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+    scale: float,
+    backend: str,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    v_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    with nothing_kept():
+        return run_backward(
+            *(q, k, v, out, lse, d_out, d_lse, _planned(intervals, q, k), program, scale, backend),
+            *(q_order, k_order, v_order),
+        )
+
+
+@torch.library.register_fake("magi_flex::planned_attention_backward", lib=_library)
+def _(q, k, v, out, lse, d_out, d_lse, intervals, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
+    return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
 
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
@@ -255,13 +379,15 @@ def attention_backward(
 
 @torch.library.register_fake("magi_flex::attention_backward", lib=_library)
 def _(q, k, v, out, lse, d_out, d_lse, plan, mt, mi, mask, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
+    return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, score_tensors: Sequence[Tensor], score: str, orders: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     spec = ScoreSpec.from_json(score)
-    captures = iter(st)
+    captures = iter(score_tensors)
     tensors = [next(captures) if kind == "t" else None for kind in spec.order]
     wanted = [x for x, needed in zip(tensors, spec.needs_grad, strict=False) if needed]
-    return (
-        empty_in_order(q, q.shape, q_order),
-        empty_in_order(k, k.shape, k_order),
-        empty_in_order(v, v.shape, v_order),
-        [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted],
-    )
+    dq, dk, dv = (empty_in_order(x, x.shape, order) for x, order in zip((q, k, v), orders, strict=True))
+    return dq, dk, dv, [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted if x is not None]

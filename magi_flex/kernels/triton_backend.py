@@ -34,6 +34,7 @@ class TritonBackend(Backend):
     """Forward and backward; see :meth:`objections` for what it leaves to others."""
 
     name = "triton"
+    never_waits = True
 
     def missing(self, device: torch.device) -> str | None:
         if importlib.util.find_spec("triton") is None:
