@@ -10,23 +10,25 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Step
 
-TESTS = """
-import time
-def test_first(): pass
-def test_fails(): assert False
-def test_hangs(): time.sleep(100)
-def test_last(): pass
+# What `pytest -v` prints, with a test that hangs unless it is deselected.
+PYTEST = """
+import sys, time
+for test, verdict in (("first", "PASSED"), ("fails", "FAILED"), ("hangs", ""), ("last", "PASSED")):
+    name = "tests/test_some.py::test_" + test
+    if "--deselect=" + name in sys.argv: continue
+    print(name, end=" ", flush=True)
+    if not verdict: time.sleep(100)
+    print(verdict)
 """
 
 
 def test_a_hanging_test_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_some.py").write_text(TESTS)
-    arguments = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_some.py")
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_check, "steps", lambda out: [
-        Step("tests", arguments, 12), Step("left-out", ("-c", ""), 9), Step("tests-bench", ("-c", "print(7)"), 30)
-    ])  # fmt: skip
+    steps = [
+        Step("tests", ("-c", PYTEST, "pytest"), 6),
+        Step("left-out", ("-c", ""), 9),
+        Step("tests-bench", ("-c", "print(7)"), 30),
+    ]
+    monkeypatch.setattr(gpu_check, "steps", lambda out: steps)
     out = tmp_path / "out"
     assert gpu_check.main([str(out), "--only", "tests", "--limit", "60"]) == 1
     first, again, bench = json.loads((out / "summary.json").read_text())
