@@ -27,8 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.harness import RESULTS
+from inductor_lowering.tile_program import score_program
+from inductor_lowering.torch_compat import item_access_as_index
 from magi_flex.kernels import fa4
 from magi_flex.kernels.fa4_masks import KernelMask, wants_key_bounds
 from magi_flex.kernels.fa4_package import missing_package, package
@@ -49,6 +52,27 @@ SCORES: dict[str, tuple[ScoreStep, ...]] = {
 }
 
 
+GENERAL = "general"  # a mod of no simple steps, with every operation that kernels can do
+
+
+def _everything(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor, seen: Tensor) -> Tensor:
+    x = (score.abs() + 1).log() + score.sin() * score.cos() + torch.erf(score) - torch.exp(-score) + torch.exp2(-score)
+    x = x + (score * score + 1).log2() * (score * score + 1).log10() + (score * score + 2).sqrt().rsqrt()
+    x = x + score.floor() - score.ceil() * score.trunc() + torch.tanh(x) ** 3 + torch.sigmoid(x) + (x.abs() + 1) ** 1.5
+    x = torch.maximum(x, score) + torch.minimum(x, score) / (2 + x * x) + torch.relu(x) + torch.sign(x).clamp(-0.5, 0.5)
+    near = ((q - k).abs() < 7) | ~((q // 5 == (k - 300) // 5) ^ (q % 3 != (k - 300) % 3))
+    place = torch.where(near & seen[h, q.long()], q - k, -1).clamp(min=-5)
+    return torch.where(near, x + table[h, place], x * (place & 3) + table[0, k].float())
+
+
+def _general_score() -> ScoreProgram:
+    with item_access_as_index():
+        indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+        captures = (torch.ones(HEADS, LENGTH, dtype=torch.bfloat16), torch.ones(HEADS, LENGTH, dtype=torch.bool))
+        graph = make_fx(_everything)(torch.zeros(()), *indices, *captures)
+    return ScoreProgram(None, score_program(graph), captures=captures, needs_grad=(False, False))
+
+
 @dataclass(frozen=True)
 class Case:
     """A kernel to compile.
@@ -57,7 +81,7 @@ class Case:
         arch: 90 or 100.
         masking: "bits", "element" (the same mask_mod called score by score), or "causal" (the package's own flag).
         slots: intervals of a row.
-        score: a key of SCORES.
+        score: a key of SCORES, or GENERAL (forward).
     """
 
     arch: int
@@ -89,6 +113,7 @@ CASES = [
     *_both(90, masking="element"),
     *_both(100, masking="element"),
     *_both(90, score="bias"),
+    Case(90, "forward", score=GENERAL),
     Case(100, "forward", score="alibi"),
     *_both(90, slots=2),
     Case(100, "forward", slots=2),
@@ -188,9 +213,9 @@ def pretend(arch: int, folder: Path) -> None:
 def compile_case(case: Case) -> None:
     """Through the functions that the backend calls, on tensors without memory."""
     backward = case.direction == "backward"
-    steps = SCORES[case.score]
+    program = _general_score() if case.score == GENERAL else ScoreProgram(steps=SCORES[case.score])
     sizes = (1, HEADS, LENGTH, LENGTH)
-    score = kernel_score(ScoreProgram(steps=steps), steps, sizes, backward)
+    score = kernel_score(program, program.steps, sizes, backward)
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, out = _tensor(1, LENGTH, HEADS, case.head_dim), _tensor(1, LENGTH, HEADS, case.v_dim)
         k, v = _tensor(1, LENGTH, KV_HEADS, case.head_dim), _tensor(1, LENGTH, KV_HEADS, case.v_dim)

@@ -55,4 +55,6 @@ def test_what_was_recorded() -> None:
             check_bits(case, row)
             single = rows[case.arch, Case(case.arch, case.direction, masking="element").name]
             assert main_kernel(row)["frame_bytes"] <= main_kernel(single)["frame_bytes"]
-            assert main_kernel(row)["operations"]["ISETP"] < main_kernel(single)["operations"]["ISETP"] or place[0] == 100
+            assert (
+                main_kernel(row)["operations"]["ISETP"] < main_kernel(single)["operations"]["ISETP"] or place[0] == 100
+            )
