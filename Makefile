@@ -13,6 +13,8 @@
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# Without a GPU the Triton kernels are tested on Triton's interpreter; with one, torch brings the Triton that it needs.
+TRITON ?= $(shell nvidia-smi -L >/dev/null 2>&1 || test "$$(uname -sm)" != "Linux x86_64" || echo triton==3.6.0)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
@@ -35,7 +37,7 @@ help:
 	touch $@
 
 .venv/test.stamp: .venv/run.stamp
-	$(PIP) install --no-build-isolation --editable ".[test]"
+	$(PIP) install --no-build-isolation --editable ".[test]" $(TRITON)
 	touch $@
 
 setup: .venv/run.stamp

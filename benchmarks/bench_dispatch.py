@@ -7,23 +7,32 @@ Writes ``benchmarks/results/dispatch.json``.  ``beside`` has the same work done 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Row, interleave, table, write_results
+from magi_flex.distributed import planning
 from magi_flex.distributed.agreement import mask_checksum
+from magi_flex.distributed.context_parallel import ContextParallel
 from magi_flex.distributed.cost_model import Shape
 from magi_flex.distributed.dispatch import (
     Dispatch,
     chunk_areas,
     dispatch_min_heap,
+    dtensor_row_counts,
     even_row_counts,
     solve_dispatch,
 )
@@ -120,6 +129,42 @@ def bench_planning() -> list[Row]:
     ]
 
 
+def bench_rank() -> Row:
+    """All that one rank does for a new mask of 4M tokens on 512 ranks: ContextParallel, and the plans of both passes.
+
+    What the other ranks would send is solved ahead; the group is one that sends nothing.
+    """
+    length, ranks = 1 << 22, 512
+    mask = document_mask(draw_document_lengths(length, 0))
+    areas_C = chunk_areas(mask, 128)
+    needed = needed_ranges(mask, solve_dispatch([mask], dtensor_row_counts(length, ranks), 128, area_MC=areas_C[None]))
+    counts_P1 = needed.ptr.diff()[:, None]
+    ranges = torch.stack((needed.begin, needed.end), 1).split(counts_P1[:, 0].tolist())
+    answers = itertools.cycle(
+        [areas_C.view(ranks, 1, -1), counts_P1, torch.nn.utils.rnn.pad_sequence(ranges, batch_first=True)]
+    )
+
+    def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        answer = next(answers)
+        assert torch.equal(answer[0], own)
+        return answer
+
+    def plan() -> None:
+        cp = ContextParallel(mesh, mask, ranks_per_node=8)
+        for backward in (False, True):
+            cp.masks[0].plan(Shape(64, 8, 128, 128), backward)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    with mock.patch.object(planning, "all_gather", gathered):
+        times = interleave({"rank": plan}, repeats=7, warmup=1)["rank"]
+        cpu = cpu_ms(plan, repeats=9)
+    dist.destroy_process_group()
+    return Row(
+        "plans of a rank", "rank", "document_causal", length, ms=times.median_ms, more={"ranks": ranks, "cpu_ms": cpu}
+    )
+
+
 def bench_moved(ranks: int) -> Row:
     """Medians over draws of documents, 8K tokens a rank; the ratio of the sums is what counts."""
     length = ROWS_OF_A_RANK * ranks
@@ -166,7 +211,7 @@ def bench_simulated(ranks: int) -> Row:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = bench_solvers() + bench_planning() + [bench_moved(ranks) for ranks in (8, 64)]
+    rows = bench_solvers() + bench_planning() + [bench_rank()] + [bench_moved(ranks) for ranks in (8, 64)]
     rows += [bench_simulated(ranks) for ranks in (8, 16, 32, 64)]
     print(table(rows))
     for row in rows:

@@ -57,7 +57,7 @@ TEST_SECONDS = {
     "test_ffa_backward.py": 240,
     "test_ffa_forward.py": 180,
     "test_triton.py": 180,
-    "test_device_plans.py": 120,
+    "test_device_plans.py": 150,
     "test_fa4.py": 180,
 }
 OTHER_TEST_SECONDS = 120

@@ -47,22 +47,8 @@ class BlockRows:
                 f"kv_num_blocks: is {list(num_blocks_BHN.shape)} beside kv_indices {list(indices_BHNL.shape)}; "
                 "[B, H, query blocks] and [B, H, query blocks, list entries] are needed"
             )
-        while indices_BHNL.dim() < 4:
-            num_blocks_BHN, indices_BHNL = num_blocks_BHN[None], indices_BHNL[None]
+        listed_BHNM = listed_blocks(num_blocks_BHN, indices_BHNL, block_size, q_len, kv_len)
         q_block, kv_block = block_size
-        rows, columns = -(-q_len // q_block), -(-kv_len // kv_block)
-        if num_blocks_BHN.shape[2] < rows:
-            raise ValueError(
-                f"kv_num_blocks: has {num_blocks_BHN.shape[2]} query blocks of {q_block} rows, but q_len is {q_len}; "
-                f"{rows} are needed"
-            )
-        num_blocks_BHN, indices_BHNL = num_blocks_BHN[:, :, :rows], indices_BHNL[:, :, :rows].long()
-        entry_L = torch.arange(indices_BHNL.shape[3], device=indices_BHNL.device)
-        listed = (entry_L < num_blocks_BHN[..., None]) & (indices_BHNL >= 0) & (indices_BHNL < columns)
-        target = torch.where(listed, indices_BHNL, columns)
-        dense_BHNM = torch.zeros(*target.shape[:3], columns + 1, dtype=torch.bool, device=target.device)
-        dense_BHNM.scatter_(3, target, True)
-        listed_BHNM = dense_BHNM[..., :columns]
         runs = RowIntervals.from_dense(listed_BHNM)
         blocks = RowIntervals.build(runs.starts.long() * kv_block, runs.ends.long() * kv_block, kv_len)
         return BlockRows(blocks, q_block, q_len, kv_block, listed_BHNM)
@@ -86,6 +72,42 @@ class BlockRows:
         return self.blocks.take_rows(block_Q).trim()
 
 
+def listed_blocks(
+    num_blocks_BHN: Tensor, indices_BHNL: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int
+) -> Tensor:
+    """Whether each block is listed, bool ``[B, H, N, M]``; see :meth:`BlockRows.from_lists`."""
+    while indices_BHNL.dim() < 4:
+        num_blocks_BHN, indices_BHNL = num_blocks_BHN[None], indices_BHNL[None]
+    q_block, kv_block = block_size
+    rows, columns = -(-q_len // q_block), -(-kv_len // kv_block)
+    if num_blocks_BHN.shape[2] < rows:
+        raise ValueError(
+            f"kv_num_blocks: has {num_blocks_BHN.shape[2]} query blocks of {q_block} rows, but q_len is {q_len}; "
+            f"{rows} are needed"
+        )
+    num_blocks_BHN, indices_BHNL = num_blocks_BHN[:, :, :rows], indices_BHNL[:, :, :rows].long()
+    entry_L = torch.arange(indices_BHNL.shape[3], device=indices_BHNL.device)
+    listed = (entry_L < num_blocks_BHN[..., None]) & (indices_BHNL >= 0) & (indices_BHNL < columns)
+    target = torch.where(listed, indices_BHNL, columns)
+    dense_BHNM = torch.zeros(*target.shape[:3], columns + 1, dtype=torch.bool, device=target.device)
+    return dense_BHNM.scatter_(3, target, True)[..., :columns]
+
+
+def agreement(plan: MaskPlan, block_size: tuple[int, int], partial_BHNM: Tensor, full_BHNM: Tensor | None) -> Tensor:
+    """Whether listed blocks change nothing: every block with attending pairs is listed, and full ones are full in
+    ``plan``.  A bool tensor; nothing is read from the device unless the plan has bit tiles."""
+    area_BHNM = block_area(plan, *block_size)
+    listed_BHNM, agrees = partial_BHNM, torch.ones((), dtype=torch.bool, device=plan.device)
+    if full_BHNM is not None:
+        rows_N, keys_M = (
+            (length - torch.arange(0, length, block, device=plan.device)).clamp(max=block)
+            for length, block in zip((plan.q_len, plan.kv_len), block_size, strict=True)
+        )
+        agrees = ~(full_BHNM & (area_BHNM != rows_N[:, None] * keys_M)).any()
+        listed_BHNM = listed_BHNM | full_BHNM
+    return agrees & ~((area_BHNM > 0) & ~listed_BHNM).any()
+
+
 def lists_agree(plan: MaskPlan, partial: BlockRows, full: BlockRows | None) -> bool:
     """Whether the lists change nothing: every block with attending pairs is listed, and full ones are full in ``plan``.
 
@@ -94,15 +116,7 @@ def lists_agree(plan: MaskPlan, partial: BlockRows, full: BlockRows | None) -> b
     listed_BHNM, kv_block = partial.listed_BHNM, partial.kv_block
     if listed_BHNM is None or kv_block is None:
         return False
-    area_BHNM = block_area(plan, partial.q_block, kv_block)
-    if full is not None:
-        if full.listed_BHNM is None:
-            return False
-        rows_N, keys_M = (
-            (length - torch.arange(0, length, block, device=plan.device)).clamp(max=block)
-            for length, block in ((plan.q_len, partial.q_block), (plan.kv_len, kv_block))
-        )
-        if bool((full.listed_BHNM & (area_BHNM != rows_N[:, None] * keys_M)).any()):
-            return False
-        listed_BHNM = listed_BHNM | full.listed_BHNM
-    return not bool(((area_BHNM > 0) & ~listed_BHNM).any())
+    if full is not None and full.listed_BHNM is None:
+        return False
+    full_BHNM = None if full is None else full.listed_BHNM
+    return bool(agreement(plan, (partial.q_block, kv_block), listed_BHNM, full_BHNM))

@@ -53,38 +53,48 @@ def find_canonical(program: FxProgram, captures: Sequence[Any]) -> CanonicalCapt
     Only shapes of captures are looked at, so fake tensors will do; other captures that the program does not use (sizes
     in graphs with dynamic shapes) do not matter.
     """
-    expression, used = _expression(program)
+    computed, used = expression(program)
     if len(used) not in (2, 6) or not all(isinstance(captures[i], Tensor) for i in used):
         return None
-    starts, ends = (captures[i] for i in used[:2])
+    found = form(computed, captures[used[0]], captures[used[1]], len(used) == 6)
+    return CanonicalCaptures(*used) if found is not None and computed == _template(*found) else None
+
+
+def form(computed: Sequence[Any], starts: Tensor, ends: Tensor, bits: bool) -> tuple[bool, bool, int, int] | None:
+    """(one batch, one head, R, steps of the search for a bit tile or -1) if starts and ends can be a plan's."""
     if starts.dim() != 4 or starts.shape != ends.shape or starts.dtype != torch.int32 or ends.dtype != torch.int32:
         return None
-    slots = starts.shape[2]
-    if not isinstance(slots, int):
+    # Each interval is one such comparison; R itself may be a symbol, in graphs with dynamic shapes.
+    slots = sum(entry[0] == "aten::ge" for entry in computed)
+    if not slots or (isinstance(starts.shape[2], int) and starts.shape[2] != slots):
         return None
     # Each step of the search for a bit tile is two selections, the last one a single one.
-    selections = sum(entry[0] == "aten::where" for entry in expression)
-    searches = (selections + 1) // 2 if len(used) == 6 else -1
+    selections = sum(entry[0] == "aten::where" for entry in computed)
     # A shared dimension has size 1 also in graphs with dynamic shapes; symbolic sizes must not be compared here.
-    shared = [isinstance(size, int) and size == 1 for size in starts.shape[:2]]
-    return CanonicalCaptures(*used) if expression == _template(*shared, slots, searches) else None
+    one_batch, one_head = (isinstance(size, int) and size == 1 for size in starts.shape[:2])
+    return one_batch, one_head, slots, (selections + 1) // 2 if bits else -1
 
 
 @functools.lru_cache(maxsize=64)
 def _template(one_batch: bool, one_head: bool, slots: int, searches: int) -> tuple[Any, ...]:
     """The expression of a CanonicalMaskMod; ``searches`` is -1 without bit tiles."""
-    starts = torch.empty(1 if one_batch else 2, 1 if one_head else 2, slots, 1, dtype=torch.int32)
+    return expression(trace_mask_mod(example_of(one_batch, one_head, slots, searches))[0])[0]
+
+
+def example_of(one_batch: bool, one_head: bool, slots: int, searches: int) -> CanonicalMaskMod:
+    """A CanonicalMaskMod of this :func:`form`."""
+    starts = torch.zeros(1 if one_batch else 2, 1 if one_head else 2, slots, 1, dtype=torch.int32)
     bits = None
     if searches >= 0:
         q_tile, kv_tile = MaskPlanBuilder.q_tile, MaskPlanBuilder.kv_tile
-        row_ptr, cols, slot = (torch.empty(size, dtype=torch.int32) for size in ((*starts.shape[:2], 2), 1, 1))
-        bits = BitTiles(q_tile, kv_tile, row_ptr, cols, slot, torch.empty(1, q_tile, kv_tile // 32, dtype=torch.int32))
-    mask_mod = CanonicalMaskMod(starts, torch.empty_like(starts), 1, bits)
+        row_ptr, cols, slot = (torch.zeros(size, dtype=torch.int32) for size in ((*starts.shape[:2], 2), 1, 1))
+        bits = BitTiles(q_tile, kv_tile, row_ptr, cols, slot, torch.zeros(1, q_tile, kv_tile // 32, dtype=torch.int32))
+    mask_mod = CanonicalMaskMod(starts, torch.zeros_like(starts), 1, bits)
     mask_mod.search_steps = max(0, searches)
-    return _expression(trace_mask_mod(mask_mod)[0])[0]
+    return mask_mod
 
 
-def _expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
+def expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
     """The result as a list of distinct operations, operands first, and the captures in the order of their first use."""
     argument_of = {at: n for n, at in enumerate(i for i, step in enumerate(program.steps) if step[0] == "arg")}
     entries: dict[Any, int] = {}

@@ -70,11 +70,9 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     needs_backward = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[:3], *call.score_captures))
     program = score.build(*score_inputs, _sizes(mask, call), call.q.device)
     settings = (program, call.scale, backend, needs_backward, fill_order(call.q))
-    if mask.sharded:
-        return ops.sharded_attention().run_forward(call.q, call.k, call.v, mask_inputs[0][0], *settings)
-    plan = _build(mask, mask_inputs, call.q, call.k)
-    out, lse, max_score = ops.run_forward(call.q, call.k, call.v, plan, *settings, call.wants_max_score)
-    if needs_backward:
+    plan = mask_inputs[0][0] if mask.sharded else _build(mask, mask_inputs, call.q, call.k)
+    out, lse, max_score = ops.runner_of(mask).run_forward(call.q, call.k, call.v, plan, *settings, call.wants_max_score)
+    if needs_backward and not mask.sharded:
         plan_memo.remember(plan_memo.storage_key(lse), lse, _identity(mask, call), plan)
     return out, lse, max_score
 
@@ -95,18 +93,18 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
         *(fill_order(call.q), fill_order(call.k), fill_order(call.v)),
     )
     if mask.sharded:
-        dq, dk, dv, wanted = ops.sharded_attention().run_backward(*given, mask_inputs[0][0], *settings)
+        plan = mask_inputs[0][0]
     else:
         plan = plan_memo.recall(
             plan_memo.storage_key(call.lse), _identity(mask, call), lambda: _build(mask, mask_inputs, call.q, call.k)
         )
-        dq, dk, dv, wanted = ops.run_backward(*given, plan, *settings)
+    dq, dk, dv, wanted = ops.runner_of(mask).run_backward(*given, plan, *settings)
     remaining = iter(wanted)
     return dq, dk, dv, tuple(next(remaining) if needed else None for needed in needs_grad)
 
 
 def _leave(stock: Any, call: HopCall, args: Sequence[Any], reason: Stock) -> Any:
-    refuse_stock_for_sharded(call, reason)
+    refuse_stock_for_sharded(call, call.block_mask.mask_mod, reason)
     logger.log(logging.INFO if reason.chosen else logging.WARNING, "flex_attention is left to PyTorch: %s", reason)
     return stock(*args)
 

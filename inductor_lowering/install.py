@@ -18,6 +18,7 @@ from inductor_lowering import eager, entry_checks
 from inductor_lowering.joint_pass import JointPass
 from inductor_lowering.torch_compat import custom_passes, register_dynamo_backend
 from magi_flex.kernels.route import AUTO, check_choice
+from magi_flex.kernels.tile_plans import builder_choice, check_builder, choose_builder
 
 _lock = threading.RLock()
 
@@ -37,7 +38,7 @@ class Enabled:
         self._undo()
 
 
-def enable(backend: str = AUTO) -> Enabled:
+def enable(backend: str = AUTO, plans: str = AUTO) -> Enabled:
     """Let flex_attention use our kernels, compiled or called eagerly.
 
     Functions that are compiled already are compiled again when they are next called.  A ``joint_custom_pre_pass`` that
@@ -45,15 +46,19 @@ def enable(backend: str = AUTO) -> Enabled:
 
     Args:
         backend: "auto" (the fastest that serves a call) or one name for all calls that choose none themselves.
+        plans: who builds tile plans on a GPU: "torch" (operations that wait for the device), "device" (our kernels,
+            which do not, so that a step can be captured in a CUDA graph), or "auto": the latter once they have run on
+            a GPU.
 
     Raises:
-        ValueError: unknown backend.
+        ValueError: unknown backend or builder.
     """
     check_choice(backend)
+    check_builder(plans)
     with _lock:
-        before = entry_checks.ACTIVE_BACKEND
-        _switch(backend)
-    return Enabled(functools.partial(_switch, before))
+        before = entry_checks.ACTIVE_BACKEND, builder_choice()
+        _switch(backend, plans)
+    return Enabled(functools.partial(_switch, *before))
 
 
 def disable() -> None:
@@ -65,8 +70,9 @@ def is_enabled() -> bool:
     return entry_checks.ACTIVE_BACKEND is not None
 
 
-def _switch(backend: str | None) -> None:
+def _switch(backend: str | None, plans: str = AUTO) -> None:
     with _lock:
+        choose_builder(plans)
         passes = [p for p in custom_passes(inductor_config.joint_custom_pre_pass) if not isinstance(p, JointPass)]
         for ours in custom_passes(inductor_config.joint_custom_pre_pass):
             if isinstance(ours, JointPass):

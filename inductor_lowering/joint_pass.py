@@ -30,12 +30,14 @@ from inductor_lowering.torch_compat import (
 from inductor_lowering.translate import (
     Stock,
     backend_choice,
+    in_cuda_graph,
     leave_to_faster_stock,
     mask_spec,
     refuse_stock_for_sharded,
     score_spec,
 )
 from magi_flex.kernels.layout import dense_order
+from magi_flex.kernels.tile_plans import builder_choice
 from magi_flex.op_specs import MaskSpec
 
 logger = logging.getLogger("magi_flex")
@@ -63,7 +65,7 @@ class JointPass(CustomGraphPass):
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
         if any(x is None for x in ids):
             return None
-        return ("magi_flex", self.source_hash, self.backend, torch.__version__, rank_identity(), *ids)
+        return ("magi_flex", self.source_hash, self.backend, builder_choice(), torch.__version__, rank_identity(), *ids)
 
     def __call__(self, graph: Graph) -> None:
         for earlier in self.before:
@@ -81,6 +83,7 @@ class _Rewriter:
         assert module is not None
         self.module: GraphModule = module
         self.handles: dict[Any, Node] = {}
+        self.intervals: dict[Any, list[Node] | None] = {}
         self.sizes: dict[Any, Node] = {}
 
     def rewrite(self, calls: list[Node]) -> None:
@@ -101,7 +104,7 @@ class _Rewriter:
 
     def _leave(self, node: Node, reason: Stock) -> None:
         call = HopCall.of_node(node)
-        refuse_stock_for_sharded(call, reason)
+        refuse_stock_for_sharded(call, self._submodule(call.block_mask.mask_mod), reason)
         device = call.q.meta["val"].device
         wanted = "a backward pass" if node.target is BACKWARD_HOP else "the largest scores"
         if device.type == "cpu" and (node.target is BACKWARD_HOP or call.kernel_options.get("OUTPUT_MAX")):
@@ -125,12 +128,18 @@ class _Rewriter:
         out, lse, max_score = node.meta["val"]
         wide = magi_flex.ops.stats_dtype(out.dtype)
         with self.graph.inserting_before(node):
-            plan = self._plan(node, call, mask, mask_tensors, mask_ints)
+            op: Any = torch.ops.magi_flex.planned_attention.default
+            plan: tuple[Any, ...] | None = None
+            if in_cuda_graph(call, score, backend, needs_backward, score_grads):
+                plan = self._intervals(node, call, mask, mask_tensors, mask_ints)
+            if plan is None:
+                op = torch.ops.magi_flex.attention.default
+                plan = self._plan(node, call, mask, mask_tensors, mask_ints)
             new = self.graph.call_function(
-                torch.ops.magi_flex.attention.default,
+                op,
                 (
                     *(call.q, call.k, call.v),
-                    *(plan, mask_tensors, mask_ints, mask.to_json()),
+                    *plan,
                     *(score_tensors, score_ints, score.to_json()),
                     *(call.scale, backend, needs_backward, dense_order(out), call.wants_max_score),
                 ),
@@ -166,12 +175,18 @@ class _Rewriter:
         leave_to_faster_stock(call, mask, score, backend, True, any(needs_grad))
         dq, dk, dv, captured = node.meta["val"]
         with self.graph.inserting_before(node):
-            plan = self._plan(node, call, mask, mask_tensors, mask_ints)
+            op: Any = torch.ops.magi_flex.planned_attention_backward.default
+            plan: tuple[Any, ...] | None = None
+            if in_cuda_graph(call, score, backend, True, any(needs_grad)):
+                plan = self._intervals(node, call, mask, mask_tensors, mask_ints)
+            if plan is None:
+                op = torch.ops.magi_flex.attention_backward.default
+                plan = self._plan(node, call, mask, mask_tensors, mask_ints)
             new = self.graph.call_function(
-                torch.ops.magi_flex.attention_backward.default,
+                op,
                 (
                     *(call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse),
-                    *(plan, mask_tensors, mask_ints, mask.to_json()),
+                    *plan,
                     *(score_tensors, score_ints, score.to_json()),
                     *(call.scale, backend, dense_order(dq), dense_order(dk), dense_order(dv)),
                 ),
@@ -190,25 +205,54 @@ class _Rewriter:
 
     # ---- plans --------------------------------------------------------------------------------------------------
 
-    def _plan(self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]) -> Node | None:
-        """The plan op for this mask, inserted at the graph's insertion point unless there is one already."""
+    def _plan(
+        self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]
+    ) -> tuple[Any, ...]:
+        """The arguments for a mask's plan; its op is inserted at the graph's insertion point unless there is one."""
+        own = (tensors, ints, mask.to_json())
         if mask.is_full or mask.sharded:
-            return None
+            return (None, *own)
         q, k = call.q.meta["val"], call.k.meta["val"]
-        lengths = [self._size(call.q, q, 0), q.shape[1], self._size(call.q, q, 2), self._size(call.k, k, 2)]
+        lengths = [*(self._size(call.q, q, dim) for dim in range(3)), self._size(call.k, k, 2)]
         key = (mask, tuple(tensors), tuple(ints), tuple(lengths), q.device)
         if key not in self.handles:
-            handle = self.graph.call_function(
-                torch.ops.magi_flex.plan_handle.default, (tensors, ints, mask.to_json(), *lengths, q.device)
-            )
+            handle = self.graph.call_function(torch.ops.magi_flex.plan_handle.default, (*own, *lengths, q.device))
             with _fake_mode(q):
                 handle.meta["val"] = torch.empty(1, dtype=torch.int64)
-            handle.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            for name in ("partitioner_tag", "stack_trace"):
-                if name in anchor.meta:
-                    handle.meta[name] = anchor.meta[name]
+            _keep(handle, anchor)
             self.handles[key] = handle
-        return self.handles[key]
+        return (self.handles[key], *own)
+
+    def _intervals(
+        self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]
+    ) -> tuple[Any, ...] | None:
+        """The same for a plan that is all in tensors of the graph; None where its size depends on data."""
+        if mask.is_full:
+            return ([],)
+        q, k = call.q.meta["val"], call.k.meta["val"]
+        sizes = (*q.shape[:3], k.shape[2])
+        key = (mask, tuple(tensors), tuple(ints), sizes, q.device)
+        if key not in self.intervals:
+            shape: tuple[int, ...] | str = "a captured size that is not known"
+            if not any(isinstance(x, Node) for x in ints):
+                shape = mask.static_shape([x.meta["val"] for x in tensors], ints, *sizes)
+            if isinstance(shape, str):
+                logger.info("the plan of a mask stays outside of the CUDA graph: its size depends on %s", shape)
+                self.intervals[key] = None
+            else:
+                both = self.graph.call_function(
+                    torch.ops.magi_flex.plan_intervals.default, (tensors, ints, mask.to_json(), *sizes, q.device)
+                )
+                with _fake_mode(q):
+                    both.meta["val"] = tuple(torch.empty(shape, dtype=torch.int32, device=q.device) for _ in range(2))
+                parts = [self.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+                for i, part in enumerate(parts):
+                    part.meta["val"] = both.meta["val"][i]
+                for node in (both, *parts):
+                    _keep(node, anchor)
+                self.intervals[key] = parts
+        found = self.intervals[key]
+        return None if found is None else (found,)
 
     def _size(self, node: Node, value: torch.Tensor, dim: int) -> int | Node:
         size = value.shape[dim]
@@ -234,6 +278,14 @@ class _Rewriter:
 
     def _submodule(self, node: Node) -> GraphModule:
         return getattr(self.module, node.target)
+
+
+def _keep(node: Node, anchor: Node) -> None:
+    """Activation checkpointing must not make a plan again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for name in ("partitioner_tag", "stack_trace"):
+        if name in anchor.meta:
+            node.meta[name] = anchor.meta[name]
 
 
 def _is_getitem(node: Any) -> bool:

@@ -166,7 +166,7 @@ class MaskProgram:
             elif at not in needed:
                 self.steps.append(Step("unused"))
             elif raw[0] == "literal":
-                value = torch.tensor(raw[1], dtype=getattr(torch, raw[2]), device=self.device)
+                value = self._literal(raw[1], getattr(torch, raw[2]))
                 self.steps.append(Step("capture", args=(value,), dtype=value.dtype, shape=tuple(value.shape)))
             elif raw[0] == "python":
                 numbers = [self._stand_in(self._decode(x)) for x in raw[2]]
@@ -174,6 +174,12 @@ class MaskProgram:
             else:
                 self.steps.append(self._call(raw))
         raise UnsupportedMask("mask_mod: the program has no result")
+
+    def _literal(self, value: Any, dtype: torch.dtype) -> Tensor:
+        """Numbers are written by the device itself, so that nothing has to be copied to it."""
+        if isinstance(value, list):
+            return torch.tensor(value, dtype=dtype, device=self.device)
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def _argument(self, position: int) -> Step:
         if position < 4:
@@ -353,7 +359,7 @@ class MaskProgram:
 
         out = value(at)
         if not isinstance(out, Tensor):
-            out = torch.tensor(out, device=self.device).view(1, 1, 1, 1)
+            out = torch.full((1, 1, 1, 1), out, device=self.device)
         return out
 
     def _vmapped(self, at: int, ranges: dict[str, tuple[int, int]]) -> Tensor:

@@ -9,18 +9,22 @@ import json
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from inductor_lowering.score_analysis import recognise
+from inductor_lowering.sharded_masks import is_sharded
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.request import RequestFacts
-from magi_flex.kernels.route import AUTO, check_choice, stock_is_faster
+from magi_flex.kernels.route import AUTO, check_choice, route, stock_is_faster
 from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
-from magi_flex.op_specs import SHARD_HANDLE_MAGIC, MaskSpec, ScoreSpec, is_shard_handle, split_captures
+from magi_flex.kernels.tile_plans import objection
+from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
 from magi_flex.score_steps import step_types
+from magi_flex.sharded_mask import find_handle
 
 STOCK = "stock"
 WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
@@ -59,9 +63,14 @@ def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any]
         program = FxProgram.from_graph(mask_mod)
     except UnsupportedProgram as error:
         raise Stock(f"mask_mod: {error}") from error
-    handle = sharded_handle(call)
-    if handle is not None and str(SHARD_HANDLE_MAGIC) in program.to_json():
-        return MaskSpec(None, "t", sharded=True), [handle], []
+    handle = find_handle(mask_mod, call.mask_captures)
+    if handle is not None:
+        if not is_sharded(program, [x.meta["val"] if isinstance(x, Node) else x for x in call.mask_captures]):
+            raise ValueError(
+                "block_mask: combines the mask_mod of a ContextParallel with something else, which would be lost; "
+                "combine the masks first and give the result to ContextParallel"
+            )
+        return MaskSpec(None, "t", sharded=True), [call.mask_captures[handle]], []
     args = call.block_mask
     lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
     if lists and args.full_kv_num_blocks is not None:
@@ -72,14 +81,9 @@ def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any]
     return spec, [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
 
 
-def sharded_handle(call: HopCall) -> Any | None:
-    """The handle that stands for a mask over a sequence shared by ranks, or None for any other mask."""
-    return next((x for x in call.mask_captures if is_shard_handle(x.meta["val"] if isinstance(x, Node) else x)), None)
-
-
-def refuse_stock_for_sharded(call: HopCall, reason: Stock) -> None:
+def refuse_stock_for_sharded(call: HopCall, mask_mod: Any, reason: Stock) -> None:
     """PyTorch's own kernels know nothing of other ranks, so such a call cannot be left to them."""
-    if sharded_handle(call) is not None:
+    if isinstance(mask_mod, GraphModule) and find_handle(mask_mod, call.mask_captures) is not None:
         raise RuntimeError(f"flex_attention over a sharded sequence cannot be left to PyTorch: {reason}")
 
 
@@ -107,16 +111,26 @@ def leave_to_faster_stock(
 
     Looks at nothing that forward and backward of one call could see differently, so that both go the same way.
     """
-    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
-    if backend != AUTO or mask.sharded or not all(isinstance(x.shape[3], int) for x in (q, v)):
+    facts = call_facts(call, score, needs_backward, score_grads)
+    if backend != AUTO or mask.sharded or facts is None:
         return
+    reason = stock_is_faster(facts)
+    if reason is not None:
+        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
+
+
+def call_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grads: bool) -> RequestFacts | None:
+    """What routing may look at, as far as a graph tells; None where head dims are not known."""
+    q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
+    if not all(isinstance(x.shape[3], int) for x in (q, v)):
+        return None
     steps: tuple[type, ...] | None = ()
     ops: frozenset[str] = frozenset()
     if score.forward is not None:
         steps = None if score.recipe is None else step_types(json.loads(score.recipe))
         if steps is None:
             ops = score_ops(FxProgram.from_json(score.forward), SCORE_ARGUMENTS)
-    facts = RequestFacts(
+    return RequestFacts(
         device=q.device,
         dtype=q.dtype,
         head_dim=q.shape[3],
@@ -132,9 +146,20 @@ def leave_to_faster_stock(
         max_score=call.wants_max_score,
         score_ops=ops,
     )
-    reason = stock_is_faster(facts)
-    if reason is not None:
-        raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
+
+
+def in_cuda_graph(call: HopCall, score: ScoreSpec, backend: str, needs_backward: bool, score_grads: bool) -> bool:
+    """Whether Inductor will capture this call in a CUDA graph, and plan and kernel can be made without the host.
+
+    Looks at nothing that forward and backward of one call could see differently.
+    """
+    facts = call_facts(call, score, needs_backward, score_grads)
+    if not inductor_config.triton.cudagraphs or facts is None or objection(facts.device, has_bit_tiles=False):
+        return False
+    try:
+        return route(facts, backend).never_waits
+    except ValueError:  # the chosen backend does not serve the call, which it says when it runs
+        return False
 
 
 def _is_always_true(program: FxProgram) -> bool:

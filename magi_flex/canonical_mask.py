@@ -25,6 +25,8 @@ class CanonicalMaskMod:
         kv_len: number of keys.
         bit_tiles: None, or bit tiles with ``cols``, ``slot`` and ``bits`` padded (more entries than are listed).
         search_steps: steps of the binary search for a tile (0 without bit tiles).
+        by_batch, by_head, slots: whether B and H are above 1, and R.  Values of its own, because a traced function that
+            reads the shapes of captured DTensors is not traced again when these change.
     """
 
     def __init__(self, starts: Tensor, ends: Tensor, kv_len: int, bit_tiles: BitTiles | None = None) -> None:
@@ -32,15 +34,19 @@ class CanonicalMaskMod:
         self.ends = ends
         self.kv_len = kv_len
         self.bit_tiles = bit_tiles
+        self.by_batch, self.by_head = starts.shape[0] > 1, starts.shape[1] > 1
+        self.slots = starts.shape[2]
         self.search_steps = 0 if bit_tiles is None else (-(-kv_len // bit_tiles.kv_tile)).bit_length()
 
     @staticmethod
     def from_plan(plan: MaskPlan) -> CanonicalMaskMod:
         """Pads R, and the sizes of the bit tiles' tensors, to powers of two, so that shapes rarely change."""
         slots = _power_of_two(plan.intervals.max_intervals)
-        missing = (0, 0, 0, slots - plan.intervals.max_intervals)
-        starts = torch.nn.functional.pad(plan.starts, missing, value=plan.kv_len)
-        ends = torch.nn.functional.pad(plan.ends, missing, value=0)
+        starts, ends = plan.starts, plan.ends
+        if slots > plan.intervals.max_intervals:
+            missing = (0, 0, 0, slots - plan.intervals.max_intervals)
+            starts = torch.nn.functional.pad(starts, missing, value=plan.kv_len)
+            ends = torch.nn.functional.pad(ends, missing, value=0)
         bits = plan.bit_tiles
         if bits is None:
             return CanonicalMaskMod(starts.contiguous(), ends.contiguous(), plan.kv_len)
@@ -71,10 +77,10 @@ class CanonicalMaskMod:
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         starts, ends = self.starts, self.ends
-        batch = b if starts.shape[0] > 1 else 0
-        head = h if starts.shape[1] > 1 else 0
+        batch = b if self.by_batch else 0
+        head = h if self.by_head else 0
         attends = (kv_idx >= starts[batch, head, 0, q_idx]) & (kv_idx < ends[batch, head, 0, q_idx])
-        for r in range(1, starts.shape[2]):
+        for r in range(1, self.slots):
             inside = (kv_idx >= starts[batch, head, r, q_idx]) & (kv_idx < ends[batch, head, r, q_idx])
             attends = attends | inside
         return attends if self.bit_tiles is None else attends | self._bit(self.bit_tiles, batch, head, q_idx, kv_idx)

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from inductor_lowering.capture import MaskMod, trace_mask_mod
 from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from magi_flex import tile_map
 from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import explain_route, stock_is_faster
+from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import MaskSpec, split_captures
 from magi_flex.tiles import TileCounts, count_tiles
 
 STOCK_BLOCK = 128  # BLOCK_SIZE of stock create_block_mask
@@ -31,6 +33,7 @@ class Explanation:
         facts: the call that routing was asked about.
         routes: backend -> reasons why it does not serve such a call (none: it does), fastest first.
         stock_nbytes: bytes of the stock BlockMask of this mask.
+        depends_on: what in the data the number of intervals depends on, so that planning has to look; or None.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Explanation:
     facts: RequestFacts
     routes: tuple[tuple[str, list[str]], ...]
     stock_nbytes: int
+    depends_on: str | None
 
     @property
     def backend(self) -> str | None:
@@ -81,7 +85,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*self._mask_lines(), *self._route_lines()])
+        return "\n".join([*self._mask_lines(), *self._device_lines(), *self._route_lines()])
 
     def _mask_lines(self) -> list[str]:
         plan, counts = self.plan, self.counts
@@ -104,6 +108,22 @@ class Explanation:
             f"  memory     plan {_bytes(plan.nbytes)}; lists of a stock BlockMask {_bytes(self.stock_nbytes)}",
         ]
         return lines
+
+    def _device_lines(self) -> list[str]:
+        """Whether planning waits for a GPU, which keeps it out of CUDA graphs."""
+        if self.facts.device.type != "cuda":
+            return []
+        if self.depends_on is None:
+            text = (
+                "the number of intervals follows from the mask_mod: nothing is read back, CUDA graphs can hold the plan"
+            )
+        else:
+            text = f"waits for the GPU once a mask: the number of intervals depends on {self.depends_on}"
+        builder = objection(self.facts.device, self.plan.bit_tiles is not None)
+        return [
+            f"  planning   {text}",
+            f"             tiles by {'our GPU kernels' if builder is None else f'torch: {builder}'}",
+        ]
 
     def _bit_tile_text(self) -> str:
         bits = self.plan.bit_tiles
@@ -180,7 +200,21 @@ def explain(
         facts=facts,
         routes=tuple(explain_route(facts)),
         stock_nbytes=stock_nbytes,
+        depends_on=_depends_on(mask, plan, B or 1, H or 1),
     )
+
+
+def _depends_on(mask: MaskMod | BlockMask | MaskPlan, plan: MaskPlan, batch: int, heads: int) -> str | None:
+    """What in the data the number of intervals depends on, or None where it follows from the mask_mod."""
+    if isinstance(mask, MaskPlan):
+        return None if plan.bit_tiles is None else "bit tiles"
+    mask_mod = mask.mask_mod if isinstance(mask, BlockMask) else mask
+    if mask_mod is noop_mask:
+        return "block lists alone"
+    program, captures = trace_mask_mod(mask_mod, plan.device)
+    order, tensors, ints = split_captures(captures)
+    shape = MaskSpec(program.to_json(), order).static_shape(tensors, ints, batch, heads, plan.q_len, plan.kv_len)
+    return shape if isinstance(shape, str) else None
 
 
 def stock_block_mask_nbytes(batch: int, heads: int, q_len: int, kv_len: int, block: int = STOCK_BLOCK) -> int:

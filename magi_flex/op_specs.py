@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
 from magi_flex.kernels.request import ScoreProgram
+from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
 from magi_flex.score_steps import Sizes, build_steps
@@ -38,23 +40,6 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
     """The inverse of :func:`split_captures`."""
     remaining = {"t": iter(tensors), "i": iter(ints)}
     return tuple(next(remaining[kind]) for kind in order)
-
-
-SHARD_HANDLE_SHAPE = (1, 1, 4)
-SHARD_HANDLE_MAGIC = 0x6D6167695F6370  # a handle's first number, with which its mask_mod compares it
-
-
-def is_shard_handle(capture: object) -> bool:
-    """Whether a captured tensor (or its fake) is the handle of a mask over a sequence that ranks share.
-
-    By dtype and shape, all that is known when a graph is compiled; the contents are checked when it runs.
-    """
-    return (
-        isinstance(capture, Tensor)
-        and capture.dtype == torch.int64
-        and capture.dim() == len(SHARD_HANDLE_SHAPE)
-        and all(isinstance(a, int) and a == b for a, b in zip(capture.shape, SHARD_HANDLE_SHAPE, strict=True))
-    )
 
 
 @dataclass(frozen=True)
@@ -101,9 +86,16 @@ class MaskSpec:
         kv_len: int,
         device: torch.device,
     ) -> MaskPlan:
-        """The exact plan."""
+        """The exact plan.  With device-built plans, nothing is read from the device where it does not have to be."""
         from inductor_lowering.to_intervals import BlockRows, plan_from_lists, plan_with_report
 
+        sizes = (batch, heads, q_len, kv_len)
+        if objection(device, has_bit_tiles=False) is None and not isinstance(
+            self.static_shape(tensors, ints, *sizes), str
+        ):
+            intervals, agrees = self.static_intervals(tensors, ints, *sizes, device)
+            if agrees is None or bool(agrees):
+                return MaskPlan(intervals)
         partial = full = None
         if self.lists:
             count = 4 if self.full_lists else 2
@@ -120,6 +112,64 @@ class MaskSpec:
         captures = join_captures(self.order, tensors, ints)
         program = _program(self.program)
         return plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
+
+    def static_shape(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], batch: int, heads: int, q_len: int, kv_len: int
+    ) -> tuple[int, ...] | str:
+        """The shape of :meth:`static_intervals`, from the tensors' shapes and dtypes alone; or why it is not known."""
+        from inductor_lowering.mask_program import UnsupportedMask
+        from inductor_lowering.static_intervals import NotStatic
+
+        if self.sharded:
+            return "a sequence shared by ranks"
+        if not all(isinstance(size, int) for x in tensors for size in x.shape):
+            return "a size that is not known"
+        with unset_fake_temporarily():
+            like = [torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in tensors]
+            try:
+                intervals, _ = self.static_intervals(like, ints, batch, heads, q_len, kv_len, torch.device("meta"))
+            except (NotStatic, UnsupportedMask) as reason:
+                return str(reason)
+        return tuple(intervals.starts.shape)
+
+    def static_intervals(
+        self,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int],
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        device: torch.device,
+    ) -> tuple[RowIntervals, Tensor | None]:
+        """The intervals of the mask_mod, with nothing read from the device, and whether the block lists change nothing
+        about them (a bool tensor; None without lists).
+
+        Raises NotStatic where the number of intervals depends on the tensors' contents.
+        """
+        from inductor_lowering.block_lists import agreement, listed_blocks
+        from inductor_lowering.static_intervals import NotStatic, static_intervals
+
+        sizes = (batch, heads, q_len, kv_len)
+        if not all(isinstance(size, int) for size in (*sizes, *ints)):
+            raise NotStatic("a size that is not known")
+        lists: Sequence[Tensor] = ()
+        block_size = (1, 1)
+        if self.lists:
+            count = 4 if self.full_lists else 2
+            lists, tensors = tensors[:count], tensors[count:]
+            block_size, ints = (ints[0], ints[1]), ints[2:]
+            check_mask_shape(lists[0].shape[:2], batch, heads)
+        if self.program is None:
+            if self.lists:
+                raise NotStatic("block lists alone")
+            return RowIntervals.full(q_len, kv_len, device), None
+        captures = join_captures(self.order, tensors, ints)
+        intervals = static_intervals(_program(self.program), captures, *sizes, device)
+        if not self.lists:
+            return intervals, None
+        listed = [listed_blocks(*lists[i : i + 2], block_size, q_len, kv_len) for i in range(0, len(lists), 2)]
+        return intervals, agreement(MaskPlan(intervals), block_size, listed[0], listed[1] if len(listed) > 1 else None)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ graph's and the kernel's idea of them cannot differ, whatever layout the compile
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from magi_flex import plan_memo
+from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_inputs, check_plan
 from magi_flex.kernels.layout import empty_in_order, in_order
+from magi_flex.kernels.plan_cache import nothing_kept
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
@@ -33,12 +36,28 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
     "int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.flexible_layout,),
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 _library.define(
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
     "Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
     "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
+    "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
+)
+_library.define(
+    "plan_intervals(Tensor[] tensors, int[] ints, str spec, int batch, int heads, int q_len, int kv_len, "
+    "Device device) -> (Tensor, Tensor)"
+)
+_library.define(
+    "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, "
+    "str score, float scale, str backend, bool needs_backward, int[] out_order, bool max_score=True) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_library.define(
+    "planned_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
+    "Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
     "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -47,35 +66,6 @@ _library.define(
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of lse and max_score."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# ---- sequences shared by ranks -----
-
-
-class ShardedAttention(Protocol):
-    """Attention over a sequence of which this rank has a part; magi_flex.distributed provides it.
-
-    As :func:`run_forward` and :func:`run_backward`, with the handle of the mask's plans instead of a plan.
-    """
-
-    def run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]: ...
-    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
-
-
-_sharded: list[ShardedAttention] = []
-
-
-def provide_sharded_attention(provider: ShardedAttention) -> None:
-    """Who serves masks that are sharded (MaskSpec.sharded)."""
-    _sharded[:] = [provider]
-
-
-def sharded_attention() -> ShardedAttention:
-    if not _sharded:
-        raise RuntimeError(
-            "block_mask: is a ContextParallel's, but magi_flex.distributed is not imported in this process"
-        )
-    return _sharded[0]
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -114,6 +104,39 @@ def _plan(
         return MaskSpec.from_json(spec).build(tensors, ints, *lengths, q.device)
 
     return build() if handle is None else plan_memo.recall(int(handle), (spec, *lengths), build)
+
+
+@torch.library.impl(_library, "plan_intervals", "CompositeExplicitAutograd")
+def plan_intervals(
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    spec: str,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """(starts, ends) of a mask whose number of intervals is known, computed on the device without reading from it.
+
+    A step in a CUDA graph has no second chance, so block lists that change what the mask_mod says stop it.
+    """
+    intervals, agrees = MaskSpec.from_json(spec).static_intervals(tensors, ints, batch, heads, q_len, kv_len, device)
+    if agrees is not None:
+        torch._assert_async(
+            agrees,
+            "block_mask: its block lists change what its mask_mod says, which a plan inside a CUDA graph cannot serve; "
+            "use magi_flex.enable(plans='torch') for this mask",
+        )
+    return intervals.starts.contiguous(), intervals.ends.contiguous()
+
+
+@torch.library.register_fake("magi_flex::plan_intervals", lib=_library)
+def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore[no-untyped-def]
+    shape = MaskSpec.from_json(spec).static_shape(tensors, ints, batch, heads, q_len, kv_len)
+    if isinstance(shape, str):
+        raise RuntimeError(f"plan_intervals: the number of intervals depends on {shape}")
+    return torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -175,6 +198,51 @@ def run_backward(
     return in_order(grads.dq, q_order), in_order(dk, k_order), in_order(dv, v_order), captured
 
 
+class Runner(Protocol):
+    """Who computes attention: this module with a plan, or magi_flex.distributed, where ranks share the sequence, with
+    the handle of the mask's plans in its place."""
+
+    def run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
+
+
+_sharded: list[Runner] = []
+
+
+def provide_sharded_attention(runner: Runner) -> None:
+    """Who serves masks that are sharded (MaskSpec.sharded)."""
+    _sharded[:] = [runner]
+
+
+def runner_of(mask: MaskSpec) -> Runner:
+    if not mask.sharded:
+        return sys.modules[__name__]
+    if not _sharded:
+        raise RuntimeError(
+            "block_mask: is a ContextParallel's, but magi_flex.distributed is not imported in this process"
+        )
+    return _sharded[0]
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    plan: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    mask_ints: Sequence[int],
+    mask: str,
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+) -> tuple[Runner, MaskPlan | Tensor, ScoreProgram]:
+    """(who computes, plan or handle, score program)"""
+    spec = MaskSpec.from_json(mask)
+    sizes = None if spec.sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    where = mask_tensors[0] if spec.sharded else _plan(plan, mask_tensors, mask_ints, mask, q, k)
+    return runner_of(spec), where, program
+
+
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def attention(
     q: Tensor,
@@ -193,21 +261,88 @@ def attention(
     out_order: Sequence[int],
     max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sharded = MaskSpec.from_json(mask).sharded
-    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    if sharded:
-        run = sharded_attention().run_forward
-        return run(q, k, v, mask_tensors[0], program, scale, backend, needs_backward, out_order)
-    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return run_forward(q, k, v, mask_plan, program, scale, backend, needs_backward, out_order, max_score)
+    runner, where, program = _prepared(q, k, plan, mask_tensors, mask_ints, mask, score_tensors, score_ints, score)
+    return runner.run_forward(q, k, v, where, program, scale, backend, needs_backward, out_order, max_score)
 
 
 @torch.library.register_fake("magi_flex::attention", lib=_library)
 def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
+    return _fake_forward(q, v, out_order)
+
+
+def _fake_forward(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_in_order(q, (*q.shape[:3], v.shape[3]), out_order)
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
     return out, lse, torch.empty_like(lse)
+
+
+def _planned(intervals: Sequence[Tensor], q: Tensor, k: Tensor) -> MaskPlan:
+    """The plan of given intervals; of none: every pair attends."""
+    kv_len = k.shape[2]
+    if not intervals:
+        return MaskPlan(RowIntervals.full(q.shape[2], kv_len, q.device))
+    return MaskPlan(RowIntervals(intervals[0], intervals[1], kv_len))
+
+
+@torch.library.impl(_library, "planned_attention", "CompositeExplicitAutograd")
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+    scale: float,
+    backend: str,
+    needs_backward: bool,
+    out_order: Sequence[int],
+    max_score: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``attention``, with all of the plan in tensors of the graph, so that it can be captured and replayed."""
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    with nothing_kept():
+        plan = _planned(intervals, q, k)
+        return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score)
+
+
+@torch.library.register_fake("magi_flex::planned_attention", lib=_library)
+def _(q, k, v, intervals, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
+    return _fake_forward(q, v, out_order)
+
+
+@torch.library.impl(_library, "planned_attention_backward", "CompositeExplicitAutograd")
+def planned_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    intervals: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    score_ints: Sequence[int],
+    score: str,
+    scale: float,
+    backend: str,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    v_order: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    with nothing_kept():
+        return run_backward(
+            *(q, k, v, out, lse, d_out, d_lse, _planned(intervals, q, k), program, scale, backend),
+            *(q_order, k_order, v_order),
+        )
+
+
+@torch.library.register_fake("magi_flex::planned_attention_backward", lib=_library)
+def _(q, k, v, out, lse, d_out, d_lse, intervals, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
+    return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
 
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
@@ -232,31 +367,24 @@ def attention_backward(
     k_order: Sequence[int],
     v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    sharded = MaskSpec.from_json(mask).sharded
-    sizes = None if sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    if sharded:
-        run = sharded_attention().run_backward
-        return run(
-            *(q, k, v, out, lse, d_out, d_lse, mask_tensors[0], program, scale, backend),
-            *(q_order, k_order, v_order),
-        )
-    mask_plan = _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return run_backward(
-        *(q, k, v, out, lse, d_out, d_lse, mask_plan, program, scale, backend),
+    runner, where, program = _prepared(q, k, plan, mask_tensors, mask_ints, mask, score_tensors, score_ints, score)
+    return runner.run_backward(
+        *(q, k, v, out, lse, d_out, d_lse, where, program, scale, backend),
         *(q_order, k_order, v_order),
     )
 
 
 @torch.library.register_fake("magi_flex::attention_backward", lib=_library)
 def _(q, k, v, out, lse, d_out, d_lse, plan, mt, mi, mask, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
+    return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, score_tensors: Sequence[Tensor], score: str, orders: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     spec = ScoreSpec.from_json(score)
-    captures = iter(st)
+    captures = iter(score_tensors)
     tensors = [next(captures) if kind == "t" else None for kind in spec.order]
     wanted = [x for x, needed in zip(tensors, spec.needs_grad, strict=False) if needed]
-    return (
-        empty_in_order(q, q.shape, q_order),
-        empty_in_order(k, k.shape, k_order),
-        empty_in_order(v, v.shape, v_order),
-        [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted],
-    )
+    dq, dk, dv = (empty_in_order(x, x.shape, order) for x, order in zip((q, k, v), orders, strict=True))
+    return dq, dk, dv, [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted if x is not None]

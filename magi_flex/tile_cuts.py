@@ -53,13 +53,13 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int, align: int
     hull that is no multiple of the step costs SHORT_STEP more.  Every row tile costs that much however few rows it has.
 
     *Breaks* are rows whose intervals do not follow on the row before (an end moves by more than one key: a document's
-    first row), and where the keys exchanged plus the rows to the next such row are at least half a step.  The rows
-    between chosen breaks are cut every ``height`` rows, counted from the first of them or, where the stretch holds no
-    other break, from the last, whichever costs less (columns of a causal document all end with the document, so tiles
-    that end with it have whole steps).  Choosing the breaks is a shortest path over all of them.  Where breaks are
-    denser than one in height / 4 rows the largest of each such stretch counts.  Stretches over several breaks are
-    considered up to 2 * height rows past the first of these: documents longer than a tile gain nothing from sharing
-    more.
+    first row), and where the keys exchanged plus the rows to the next such row (a step of them at most) are at least
+    half a step.  The rows between chosen breaks are cut every ``height`` rows, counted from the first of them or, where
+    the stretch holds no other break, from the last, whichever costs less (columns of a causal document all end with the
+    document, so tiles that end with it have whole steps).  Choosing the breaks is a shortest path over all of them.
+    Where breaks are denser than one in height / 4 rows the largest of each such stretch of a head counts.  Stretches
+    over several breaks are considered up to 2 * height rows past the first of these: documents longer than a tile gain
+    nothing from sharing more.
 
     Cuts counted from the last row are rounded up to multiples of ``align``, where that keeps tiles within the height:
     in columns of a causal document keys begin with the tile, so its runs then begin at such multiples too.
@@ -85,6 +85,16 @@ def ragged_row_tiles(intervals: RowIntervals, height: int, step: int, align: int
     return RowTiles(head_ptr, begin - head * rows, end - head * rows, head)
 
 
+def break_spacing(height: int) -> int:
+    """Rows of the stretches of which only the largest break counts."""
+    return max(1, height // 4)
+
+
+def look_ahead(step: int) -> int:
+    """Rows up to the next break that count for a break's weight, at most: more than make it a break anyway."""
+    return max(2, step)
+
+
 def _breaks(starts_RY: Tensor, ends_RY: Tensor, rows: int, height: int, step: int) -> Tensor:
     """Candidate rows to begin a tile at, ascending; the first row of every head and the end of the last are there."""
     total = starts_RY.shape[1]
@@ -95,14 +105,16 @@ def _breaks(starts_RY: Tensor, ends_RY: Tensor, rows: int, height: int, step: in
     moved_RD = begin_moved_RY[:, jump] + end_moved_RY[:, jump]
     other_keys_D = torch.minimum(moved_RD, size_RY[:, jump + 1] + size_RY[:, jump]).sum(0)
     row = jump + 1
-    rows_ahead_D = torch.cat((row, row.new_tensor([total]))).diff()
+    following = torch.minimum(torch.cat((row[1:], row.new_tensor([total])[: len(row)])), (row // rows + 1) * rows)
+    rows_ahead_D = (following - row).clamp(max=look_ahead(step))
     weight = other_keys_D + rows_ahead_D
     is_break = (weight >= max(2, step // 2)) & (row % rows > 0)
     row, weight = row[is_break], weight[is_break]
-    stretch = max(1, height // 4)
-    bucket = row // stretch
+    stretch = break_spacing(height)
+    buckets = -(-rows // stretch)
+    bucket = row // rows * buckets + row % rows // stretch
     weight = weight * total + (total - row)  # ties go to the first
-    best = weight.new_full((total // stretch + 1,), -1).scatter_reduce_(0, bucket, weight, "amax")
+    best = weight.new_full((total // rows * buckets,), -1).scatter_reduce_(0, bucket, weight, "amax")
     row = row[weight == best[bucket]]
     return torch.cat((row, torch.arange(0, total + 1, rows, device=row.device))).sort().values
 

@@ -50,6 +50,8 @@ class TilePlan:
         full_ptr, full_runs: int32 ``[N + 1]``, ``[F, 2]``: (begin, end) in keys; every pair attends.  A full run's
             length is a multiple of the step; in plans that are not ragged it may also end at the last key.
         partial_ptr, partial_runs: int32 ``[N + 1]``, ``[P, 2]``: the mask must be applied.
+    Plans that are built on the device (magi_flex/kernels/device_plans.py) have unused capacity: row tiles past
+    ``head_ptr[-1]`` are empty (begin = end = 0), entries of run lists past the last one of their ``ptr`` mean nothing.
     Runs of one row tile (full and partial together) are disjoint, and ascending in each list; pairs outside of all
     runs do not attend.  On the fixed grid runs begin and end at multiples of the step (or end at the last key).
     """
@@ -99,12 +101,7 @@ def build_tile_plan(
     lengths attends, empty iff none does.  Tiles that overlap partial bit tiles count as partial.
     Raises ValueError for tile sizes below 1, and for a ``run_align`` that does not divide the step.
     """
-    for name, size in (("q_tile", q_tile), ("kv_tile", kv_tile), ("run_align", run_align)):
-        if size < 1:
-            raise ValueError(f"{name}: is {size}; give at least 1")
-    step = q_tile if transposed else kv_tile
-    if step % run_align:
-        raise ValueError(f"run_align: is {run_align}; give a divisor of the step, {step}")
+    step = check_tile_sizes(q_tile, kv_tile, transposed, run_align)
     if ragged:
         by_row: RowIntervals | None = plan.intervals
         if transposed:
@@ -117,6 +114,17 @@ def build_tile_plan(
             full, partial = _free_runs(touched, full, step, run_align, by_row.kv_len)
             return _assemble(q_tile, kv_tile, transposed, tiles, full, partial)
     return _grid_plan(plan, q_tile, kv_tile, transposed, short_full_steps=not ragged)
+
+
+def check_tile_sizes(q_tile: int, kv_tile: int, transposed: bool, run_align: int) -> int:
+    """The step.  Raises ValueError as :func:`build_tile_plan` does."""
+    for name, size in (("q_tile", q_tile), ("kv_tile", kv_tile), ("run_align", run_align)):
+        if size < 1:
+            raise ValueError(f"{name}: is {size}; give at least 1")
+    step = q_tile if transposed else kv_tile
+    if step % run_align:
+        raise ValueError(f"run_align: is {run_align}; give a divisor of the step, {step}")
+    return step
 
 
 def _grid_plan(plan: ExactMask, q_tile: int, kv_tile: int, transposed: bool, short_full_steps: bool) -> TilePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import magi_flex
-from magi_flex import explain_mask, tile_map
+from magi_flex import explain_mask, mods, tile_map
 from magi_flex.kernels.route import route
 from tests.cases.masks import MASKS, make_mask
 
@@ -50,6 +51,23 @@ def test_figures_equal_the_dense_mask(name: str, length: int) -> None:
     assert text.startswith(f"{name}: {length:,} queries x {length:,} keys")
     assert f"area       {int(shared.sum()):,} pairs" in text
     assert f"{counts.full:,} full, {counts.partial:,} partial, {counts.empty:,} empty" in text
+
+
+def test_planning_on_a_gpu() -> None:
+    """Whether the GPU is waited for is said where the call would run on one."""
+    ids = torch.arange(40) // 9
+    said = {}
+    for name in ("document_causal", "sliding_window"):
+        mask_mod = mods.document_causal(ids) if name == "document_causal" else mods.sliding_window(7)
+        explanation = magi_flex.explain(mask_mod, 40, 40)
+        assert "planning" not in str(explanation)
+        on_gpu = replace(explanation.facts, device=torch.device("cuda"))
+        said[name] = "\n".join(replace(explanation, facts=on_gpu)._device_lines())
+    assert (
+        "waits for the GPU once a mask: the number of intervals depends on captured values" in said["document_causal"]
+    )
+    assert "nothing is read back" in said["sliding_window"]
+    assert all("tiles by torch: " in text for text in said.values())
 
 
 def test_names_of_the_shared_cases_used_above_exist() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from magi_flex.kernels.cuda_driver import is_tma_ready
 from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, tma_ready
 from magi_flex.kernels.ffa_schedule import make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
+from magi_flex.kernels.ffa_split import key_parts, split_plan
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     Bias,
@@ -278,3 +280,24 @@ def test_a_cpu_request_is_told_why() -> None:
     facts = RequestFacts(torch.device("cpu"), torch.bfloat16, 64, 64, 8, 8, (), False, False, False)
     reasons = dict(explain_route(facts))["ffa"]
     assert reasons == ["needs a CUDA device, not cpu"]
+
+
+def test_few_rows_are_split_over_their_keys() -> None:
+    assert key_parts(8, 131072, 132) == 16
+    assert key_parts(1, 131072, 132) == 32  # the most
+    assert key_parts(8, 4096, 132) == 8  # parts of 512 keys
+    assert key_parts(100, 131072, 132) == key_parts(8, 600, 132) == 1
+    plan = MaskPlan(RowIntervals.full(2, 10))
+    parts = split_plan(plan, 3, 2)
+    assert parts.starts.shape[:2] == (6, 1)
+    dense = parts.to_dense().view(3, 2, 2, 10)
+    assert (dense.sum(0) == 1).all() and (dense.sum((1, 2, 3)) > 0).all()
+    assert split_plan(plan, 3, 2) is parts
+
+
+@needs_compiler
+def test_parts_spill_nothing() -> None:
+    instance = forward_instance(torch.bfloat16, 128, 128, 8, 1, wide_out=True, rows=1)
+    cubins = [replace(instance, narrow_tile=0, split_keys=True).compile()]
+    cubins.append(compile_cubin("ffa/combine.cu", {"FFA_DTYPE": "bf16", "FFA_WIDE_OUT": False}))
+    assert [(cubin.spill_bytes, cubin.warnings) for cubin in cubins] == [(0, [])] * 2

@@ -136,3 +136,23 @@ def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_within_factor(total.out, rounded.out, exact.out, floor=1e-5)
     assert_within_factor(total.lse, rounded.lse, exact.lse, floor=1e-5)
     assert_within_factor(total.max_score, rounded.max_score, exact.max_score, floor=1e-5)
+
+
+def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batch entries with masks of their own, rows that lack keys in some parts or in all."""
+    monkeypatch.setattr(ffa, "_SPLIT_KEYS", True)
+    monkeypatch.setattr(ffa, "key_parts", lambda *sizes: 3)
+    emulator.install(monkeypatch)
+    torch.manual_seed(0)
+    q = torch.randn(2, HEADS, 5, 64).to(torch.float16)
+    k, v = torch.randn(2, 2, KV_HEADS, 197, 64).to(torch.float16)
+    starts, ends = torch.randint(0, 198, (2, 2, 1, 2, 5), dtype=torch.int32).sort(0).values
+    starts[0, ..., :2], ends[0, ..., :2] = 0, 197
+    ends[1, ..., 3] = 0
+    plan = MaskPlan(RowIntervals.build(starts, ends, 197))
+    request = AttentionRequest(q, k, v, plan, -0.1)
+    result = FfaBackend().forward(request)
+    exact, rounded = (dense(request, torch.zeros_like(q), None, dtype) for dtype in (torch.float64, q.dtype))
+    assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+    assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
+    assert_within_factor(result.max_score, rounded.max_score, exact.max_score, floor=1e-5)

@@ -11,6 +11,7 @@ import torch
 import magi_flex
 from inductor_lowering import translate
 from magi_flex.kernels import route as backend_registry
+from magi_flex.kernels import triton_configs
 from magi_flex.kernels.request import Bias, Distance, Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route, route, stock_is_faster
 from magi_flex.score_steps import step_types
@@ -93,6 +94,7 @@ def test_stock_keeps_less_once_triton_is_proven(monkeypatch: pytest.MonkeyPatch)
     from magi_flex.kernels.ffa import FfaBackend
     from magi_flex.kernels.triton_backend import TritonBackend
 
+    monkeypatch.setattr(triton_configs, "shared_limit", lambda device: 227 << 10)
     for backend in (FfaBackend, TritonBackend):
         monkeypatch.setattr(backend, "missing", lambda self, device: None)
     proven = tuple(entry._replace(experimental=False) for entry in backend_registry.BACKENDS)

@@ -31,6 +31,15 @@ def expanded(tiles: TilePlan, ptr: torch.Tensor, runs: torch.Tensor, rows: int, 
 def check(plan: MaskPlan, mask: torch.Tensor, q_tile: int, kv_tile: int, kind: str, run_align: int = 1) -> TilePlan:
     transposed, ragged = CLASSES[kind]
     tiles = build_tile_plan(plan, q_tile, kv_tile, transposed, ragged, run_align)
+    check_invariants(tiles, mask, q_tile, kv_tile, kind, run_align)
+    return tiles
+
+
+def check_invariants(
+    tiles: TilePlan, mask: torch.Tensor, q_tile: int, kv_tile: int, kind: str, run_align: int = 1
+) -> None:
+    """What a tile plan of ``mask`` promises, whoever built it; without unused capacity."""
+    transposed, ragged = CLASSES[kind]
     assert (tiles.q_tile, tiles.kv_tile, tiles.transposed) == (q_tile, kv_tile, transposed)
     tensors = (tiles.head_ptr, tiles.tile_begin, tiles.tile_end, tiles.full_ptr, tiles.full_runs)
     assert all(x.dtype == torch.int32 for x in (*tensors, tiles.partial_ptr, tiles.partial_runs))
@@ -58,7 +67,6 @@ def check(plan: MaskPlan, mask: torch.Tensor, q_tile: int, kv_tile: int, kind: s
     assert ((size % step == 0) | ((tiles.full_runs[:, 1] == length) & (not ragged))).all()
     counts = [(b - a + step - 1) // step for a, b in tiles.full_runs.tolist()]
     assert tiles.steps()[0].sum() == sum(counts)
-    return tiles
 
 
 def grid_classes(mask: torch.Tensor, q_tile: int, kv_tile: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from magi_flex.kernels import triton_configs
 from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import explain_route, load, route
 from magi_flex.kernels.triton_backend import TritonBackend
@@ -43,7 +45,8 @@ GPU = RequestFacts(
 
 
 def run(*command: str, timeout: int, **variables: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
@@ -57,17 +60,28 @@ def test_interpreted() -> None:
     assert " passed" in output and "skipped" not in output
 
 
+def ahead_of_time(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Records of the kernels that were compiled."""
+    output = run("-m", "tests.ahead_of_time", *arguments, timeout=600, TRITON_CACHE_DIR=str(folder))
+    return [json.loads(line) for line in output.splitlines()]
+
+
 @needs_triton
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_compiled_for_a_gpu_that_is_not_there(capability: str, tmp_path: Path) -> None:
-    arguments = (capability, "64", "bfloat16", *(["general"] if capability == "80" else []))
-    output = run("-m", "tests.ahead_of_time", *arguments, timeout=600, TRITON_CACHE_DIR=str(tmp_path))
-    kernels = {record["kernel"]: record for record in map(json.loads, output.splitlines())}
-    product = "wgmma.mma_async" if capability == "90" else "mma.sync"
-    assert all(kernels[name][product] for name in kernels if name != "delta_kernel")
-    assert "forward_kernel" in kernels and len(kernels) == (4 if capability == "90" else 1)
-    for record in kernels.values():
-        assert record["spilled"] <= 128 and record["shared"] <= (227 << 10 if capability == "90" else 160 << 10)
+def test_compiled_for_hopper(tmp_path: Path) -> None:
+    records = ahead_of_time(tmp_path, "90", "--head-dim", "64")
+    assert [record["kernel"] for record in records] == ["forward_kernel", "delta_kernel", "kv_kernel", "q_kernel"]
+    for record in records:
+        assert record["spilled"] <= 128 and record["shared"] <= 227 << 10
+        assert record["kernel"] == "delta_kernel" or (record["wgmma.mma_async"] and record["cp.async"])
+
+
+@needs_triton
+def test_every_feature_compiles(tmp_path: Path) -> None:
+    """The compiler is stricter than the interpreter."""
+    records = ahead_of_time(tmp_path, "80", "--features")
+    kernels = {record["kernel"] for record in records}
+    assert kernels == {"forward_kernel", "delta_kernel", "kv_kernel", "q_kernel", "merge_kernel"}
+    assert len(records) == 14 and all(record["spilled"] <= 128 for record in records)
 
 
 def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +93,8 @@ def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route(facts).name == "tiled" and route(facts, "triton").name == "triton"
 
 
-def test_objections() -> None:
+def test_objections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_configs, "shared_limit", lambda device: 227 << 10)
     backend = TritonBackend()
     assert backend.objections(GPU) == []
     assert backend.objections(replace(GPU, dtype=torch.float32, head_dim=1, v_head_dim=LARGEST_HEAD_DIM)) == []
@@ -94,6 +109,11 @@ def test_objections() -> None:
         (objection,) = backend.objections(facts)
         assert reason in objection
     assert backend.objections(replace(GPU, deterministic=True, score_grads=False)) == []
+    monkeypatch.setattr(triton_configs, "shared_limit", lambda device: 99 << 10)
+    wide = replace(GPU, head_dim=512, v_head_dim=512)
+    assert backend.objections(wide) == []
+    (objection,) = backend.objections(replace(wide, dtype=torch.float32))
+    assert "too little shared memory for head dims 512 and 512 in float32" in objection
     assert "needs an NVIDIA GPU, not cpu" in str(backend.missing(torch.device("cpu"))) or "package triton" in str(
         backend.missing(torch.device("cpu"))
     )

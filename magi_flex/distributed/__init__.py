@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from magi_flex.distributed.context_parallel import ContextParallel, attend_local
-    from magi_flex.distributed.cost_model import Costs
+    from magi_flex.distributed.cost_model import Costs, Shape
     from magi_flex.distributed.dispatch import Dispatch, solve_dispatch
     from magi_flex.distributed.group_collective import group_cast, group_reduce
     from magi_flex.distributed.group_plan import GroupPlan
@@ -18,6 +18,7 @@ _HOMES = {
     "ContextParallel": "context_parallel",
     "attend_local": "context_parallel",
     "Costs": "cost_model",
+    "Shape": "cost_model",
     "Dispatch": "dispatch",
     "solve_dispatch": "dispatch",
     "group_cast": "group_collective",
@@ -31,6 +32,7 @@ __all__ = [
     "Costs",
     "Dispatch",
     "GroupPlan",
+    "Shape",
     "Timeline",
     "attend_local",
     "group_cast",

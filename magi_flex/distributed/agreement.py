@@ -2,6 +2,8 @@
 
 The first collective of a planning has the same shape whatever the input, so that ranks with different masks get an
 error each instead of waiting for each other.
+
+Shape legend: P ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +20,26 @@ WORDS = 2048
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # odd constants of SplitMix64, as int64
 
 
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """The devices that the group's backends serve, such as ["cpu", "cuda"]."""
+    return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors for this group's collectives have to be."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    """Where the tensors of a planning have to be for this group's collectives: on the CPU if it serves that."""
+    types = device_types(group)
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x`` of every rank (equal shapes), ``[P, ...]`` on the CPU.  A collective."""
+    device = group_device(group)
+    gathered = torch.empty(group.size(), *x.shape, dtype=x.dtype, device=device)
+    if x.numel():
+        dist.all_gather(list(gathered.unbind(0)), x.to(device).contiguous(), group=group)
+    return gathered.cpu()
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -38,10 +55,12 @@ def tensor_checksum(x: Tensor) -> int:
     arithmetic modulo 2^64, so the same on every device.
     """
     flat = x.contiguous().view(-1)
-    missing = -len(flat) % (2 * WORDS)
-    flat = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
-    words = flat.view(torch.int64).view(-1, WORDS)
-    rows, columns = words.sum(1), words.sum(0)
+    if flat.storage_offset() % 2:
+        flat = flat.clone()  # so that pairs of numbers are aligned words
+    whole = len(flat) - len(flat) % (2 * WORDS)
+    words = flat[:whole].view(torch.int64).view(-1, WORDS)
+    last = torch.nn.functional.pad(flat[whole:], (0, whole + 2 * WORDS - len(flat))).view(torch.int64)
+    rows, columns = torch.cat((words.sum(1), last.sum().view(1))), words.sum(0) + last
     total = (rows * _weights(len(rows), x.device)).sum() ^ ((columns * _weights(WORDS, x.device)).sum() >> 1)
     return int(total)
 
@@ -56,10 +75,7 @@ def mask_checksum(mask: RowIntervals) -> Tensor:
 def require_agreement(group: dist.ProcessGroup, what: str, values: Sequence[Tensor | int]) -> None:
     """Raises ValueError on every rank of the group unless all gave the same ints or int64 tensors.  A collective."""
     flat = torch.cat([torch.as_tensor(x, dtype=torch.int64).reshape(-1).cpu() for x in values])
-    head = torch.tensor([len(flat), tensor_checksum(flat.view(torch.int32))], device=group_device(group))
-    heads = [torch.empty_like(head) for _ in range(group.size())]
-    dist.all_gather(heads, head, group=group)
-    heads = [x.tolist() for x in heads]
+    heads = all_gather(torch.tensor([len(flat), tensor_checksum(flat.view(torch.int32))]), group).tolist()
     different = [rank for rank, x in enumerate(heads) if x != heads[0]]
     if different:
         raise ValueError(

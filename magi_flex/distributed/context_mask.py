@@ -27,10 +27,9 @@ from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_count
 from magi_flex.distributed.stages import AttentionPlan
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
-from magi_flex.op_specs import SHARD_HANDLE_MAGIC, SHARD_HANDLE_SHAPE
+from magi_flex.sharded_mask import HANDLE_MAGIC, HANDLE_SHAPE, ShardedMaskMod
 
 RANKS_OF_A_NODE = 8  # where ranks_per_node does not say
-MAGIC = SHARD_HANDLE_MAGIC  # a handle holds this, its key, the batch offset and the head offset
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,22 @@ class Options:
         return [*stages, self.keep_keys, self.ranks_per_node, self.move == "auto", self.prefetch, *costs]
 
 
+Part = tuple[int, int, int, int]  # of a mask: first batch entry, entries, first head, heads
+
+
 @dataclass
 class ContextMask:
     """Plans of one mask; the same on every rank of ``group`` but for the rank's own part.
 
     Attributes:
         mask: of the whole problem, in the order of the sequence.
+        area: attended pairs, mean over the mask's batch and heads.
         needed: the keys that each rank's rows attend to.
         device: where attention runs.
     """
 
     mask: RowIntervals
+    area: float
     group: dist.ProcessGroup
     q_dispatch: Dispatch
     kv_dispatch: Dispatch
@@ -92,19 +96,25 @@ class ContextMask:
     device: torch.device
     options: Options
     timeline: Timeline | None = None
-    _parts: dict[tuple[int, int, int, int], tuple[RowIntervals, KeyRanges]] = field(default_factory=dict)
+    _parts: dict[Part, tuple[RowIntervals, KeyRanges]] = field(default_factory=dict)
     _plans: dict[object, AttentionPlan] = field(default_factory=dict)
+    _plan_of_call: dict[object, AttentionPlan] = field(default_factory=dict)
 
-    def plan(
-        self, shape: Shape, q_heads: int, backward: bool, batch_offset: int = 0, head_offset: int = 0
-    ) -> AttentionPlan:
-        """The plan of a pass over these batch entries and query heads.
+    def plan(self, shape: Shape, backward: bool, batch_offset: int = 0, head_offset: int = 0) -> AttentionPlan:
+        """The plan of a pass over ``shape.batch`` batch entries and ``shape.q_heads`` query heads.
 
         The first call for a part of a batch or head dependent mask, or for a choice between queries and keys, is a
         collective.
         """
-        part = self._part(batch_offset, shape.batch, head_offset, q_heads)
-        backward = backward and not self.options.keep_keys  # kept keys are those of the forward's plan
+        call = (shape, backward, batch_offset, head_offset)
+        if call not in self._plan_of_call:
+            part = self._part(batch_offset, shape.batch, head_offset, shape.q_heads)
+            # kept keys are those of the forward's plan
+            self._plan_of_call[call] = self._solved(part, shape, backward and not self.options.keep_keys)
+        return self._plan_of_call[call]
+
+    def _solved(self, part: Part, shape: Shape, backward: bool) -> AttentionPlan:
+        """One plan for all passes that cut the same part into the same stages."""
         stages = self.stages(shape, backward)
         considered = self.options.move == "auto" and self._few_queries(shape, backward)
         key = (part, stages, (shape, backward) if considered else None)
@@ -124,7 +134,7 @@ class ContextMask:
             self._plans[key] = AttentionPlan.from_exchange(exchange, self.device)
         return self._plans[key]
 
-    def _part(self, batch_offset: int, batch: int, head_offset: int, heads: int) -> tuple[int, int, int, int]:
+    def _part(self, batch_offset: int, batch: int, head_offset: int, heads: int) -> Part:
         mask_batch, mask_heads = self.mask.starts.shape[:2]
         if mask_batch == 1:
             batch_offset, batch = 0, 1
@@ -170,13 +180,11 @@ class ContextMask:
         counts = self.needed.counts()
         rank = int(counts.argmax())
         own = self.kv_dispatch.row_counts()[rank]
-        batch, heads = self.mask.starts.shape[:2]
-        pairs = self.mask.area() / (batch * heads * self.group.size())
         return choose_stages(
             options.costs,
             shape,
             backward,
-            pairs,
+            self.area / self.group.size(),
             own,
             max(0, int(counts[rank]) - own),
             self._crosses_network,
@@ -202,13 +210,16 @@ _lock = threading.Lock()
 
 
 def new_handle(mask: ContextMask, batch_offset: int = 0, head_offset: int = 0) -> Tensor:
-    """int64 SHARD_HANDLE_SHAPE on the mask's device; this process keeps ``mask`` until its memory is freed."""
+    """int64 HANDLE_SHAPE on the mask's device: HANDLE_MAGIC, a key, the batch offset and the head offset.
+
+    This process keeps ``mask`` until the handle's memory is freed.
+    """
     with _lock:
         for table in (_by_key, _by_storage):
             for key in [key for key, entry in table.items() if entry.owner.expired()]:
                 del table[key]
         key = next(_keys)
-        handle = torch.tensor([MAGIC, key, batch_offset, head_offset], device=mask.device).view(SHARD_HANDLE_SHAPE)
+        handle = torch.tensor([HANDLE_MAGIC, key, batch_offset, head_offset], device=mask.device).view(HANDLE_SHAPE)
         storage = handle.untyped_storage()
         entry = _Entry(StorageWeakRef(storage), mask, batch_offset, head_offset)
         _by_key[key] = _by_storage[storage._cdata] = entry
@@ -221,7 +232,7 @@ def find(handle: Tensor) -> tuple[ContextMask, int, int]:
         entry = _by_storage.get(handle.untyped_storage()._cdata)
     if entry is None or entry.owner.expired():
         values = handle.flatten().tolist()
-        if len(values) != 4 or values[0] != MAGIC:
+        if len(values) != 4 or values[0] != HANDLE_MAGIC:
             raise RuntimeError("block_mask: is not that of a ContextParallel; take ContextParallel.block_mask")
         with _lock:
             entry = _by_key.get(values[1])
@@ -233,12 +244,8 @@ def find(handle: Tensor) -> tuple[ContextMask, int, int]:
     return entry.mask, entry.batch_offset, entry.head_offset
 
 
-class ContextMaskMod:
-    """mask_mod in dispatch order: row and key indices are places in the dispatch order of the whole sequence.
-
-    A plain function of its captures, so that it is right on any backend; the handle, read first, lets ours find the
-    plans.
-    """
+class ContextMaskMod(ShardedMaskMod):
+    """A mask_mod that also knows which dimension of which mesh shares the sequence."""
 
     def __init__(
         self,
@@ -249,13 +256,6 @@ class ContextMaskMod:
         mesh: DeviceMesh,
         mesh_dim: int,
     ) -> None:
-        self.handle = handle
-        self.q_position = q_position
-        self.kv_position = kv_position
-        self.mask_mod = mask_mod
+        super().__init__(handle, q_position, kv_position, mask_mod)
         self.mesh = mesh
         self.mesh_dim = mesh_dim
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        is_ours = self.handle[0, 0, 0] == MAGIC
-        return is_ours & self.mask_mod(b, h, self.q_position[q_idx], self.kv_position[kv_idx])

@@ -6,6 +6,7 @@ exchange stays out of the graph, which is the same on every rank.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ _library = torch.library.Library("magi_flex", "FRAGMENT")  # noqa: TOR901
 _MESH_ARGS = "int[] mesh_ranks, int[] mesh_shape"
 _library.define(
     "localize_handle(Tensor handle, SymInt batch, SymInt heads, "
-    f"{_MESH_ARGS}, int[] batch_dims, int[] head_dims) -> Tensor"
+    f"{_MESH_ARGS}, int[] batch_dims, int[] head_dims, int[] sequence_dims) -> Tensor"
 )
 _library.define(f"shard_offset(Tensor like, SymInt size, {_MESH_ARGS}, int[] mesh_dims) -> Tensor")
 
@@ -48,14 +49,31 @@ def mesh_arguments(mesh: DeviceMesh) -> tuple[list[int], list[int]]:
     return ([] if ranks == list(range(len(ranks))) else ranks), list(mesh.shape)
 
 
-def _shard_offset(size: int, mesh_ranks: Sequence[int], mesh_shape: Sequence[int], mesh_dims: Sequence[int]) -> int:
-    """First index of this rank's part of a dimension that DTensor cuts over each of the mesh dimensions in turn."""
+def _coordinates(mesh_ranks: Sequence[int], mesh_shape: Sequence[int]) -> list[int]:
+    """Where this rank is on the mesh."""
     rank = dist.get_rank()
     place = list(mesh_ranks).index(rank) if mesh_ranks else rank
     coordinates = []
     for extent in reversed(mesh_shape):
         place, coordinate = divmod(place, extent)
         coordinates.insert(0, coordinate)
+    return coordinates
+
+
+def _ranks_along(mesh_ranks: Sequence[int], mesh_shape: Sequence[int], dim: int) -> list[int]:
+    """The ranks that differ from this one in their place along one mesh dimension alone, itself included."""
+    coordinates = _coordinates(mesh_ranks, mesh_shape)
+    coordinates[dim] = 0
+    first = 0
+    for coordinate, extent in zip(coordinates, mesh_shape, strict=True):
+        first = first * extent + coordinate
+    places = [first + i * math.prod(mesh_shape[dim + 1 :]) for i in range(mesh_shape[dim])]
+    return [mesh_ranks[place] for place in places] if mesh_ranks else places
+
+
+def _shard_offset(size: int, mesh_ranks: Sequence[int], mesh_shape: Sequence[int], mesh_dims: Sequence[int]) -> int:
+    """First index of this rank's part of a dimension that DTensor cuts over each of the mesh dimensions in turn."""
+    coordinates = _coordinates(mesh_ranks, mesh_shape)
     offset = 0
     for dim in mesh_dims:
         step = -(-size // mesh_shape[dim])
@@ -87,9 +105,17 @@ def localize_handle(
     mesh_shape: Sequence[int],
     batch_dims: Sequence[int],
     head_dims: Sequence[int],
+    sequence_dims: Sequence[int],
 ) -> Tensor:
     """A handle of the same mask that knows which batch entries and heads (of so many) this rank holds."""
     mask, _, _ = context_mask.find(handle)
+    sharing = sorted(_ranks_along(mesh_ranks, mesh_shape, sequence_dims[0]))
+    planned = sorted(dist.get_process_group_ranks(mask.group))
+    if sharing != planned:
+        raise ValueError(
+            f"query: ranks {sharing} share its sequence, but the block_mask's ContextParallel was made for ranks "
+            f"{planned}; shard the sequence over the mesh dimension that ContextParallel was given"
+        )
     mask_batch, mask_heads = mask.mask.starts.shape[:2]
     if mask_batch not in (1, batch) or mask_heads not in (1, heads):
         raise ValueError(
@@ -104,7 +130,7 @@ def localize_handle(
 
 
 @torch.library.register_fake("magi_flex::localize_handle", lib=_library)
-def _(handle, batch, heads, mesh_ranks, mesh_shape, batch_dims, head_dims):  # type: ignore[no-untyped-def]
+def _(handle, batch, heads, mesh_ranks, mesh_shape, batch_dims, head_dims, sequence_dims):  # type: ignore[no-untyped-def]
     return torch.empty_like(handle)
 
 
@@ -112,15 +138,25 @@ def _(handle, batch, heads, mesh_ranks, mesh_shape, batch_dims, head_dims):  # t
 
 
 def _staged(
-    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, score: ScoreProgram, scale: float, backend: str, backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: Tensor,
+    score: ScoreProgram,
+    scale: float,
+    backend: str,
+    backward: bool,
+    max_score: bool = False,
 ) -> tuple[ContextMask, StagedAttention]:
     mask, batch_offset, head_offset = context_mask.find(handle)
     if not score.is_identity:
         indices = IndexMap(b_offset=batch_offset, h_offset=head_offset)
         score = replace(score, index_map=indices)
     shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
-    plan = mask.plan(shape, q.shape[1], backward, batch_offset, head_offset)
-    return mask, StagedAttention(plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch)
+    plan = mask.plan(shape, backward, batch_offset, head_offset)
+    return mask, StagedAttention(
+        plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch, max_score
+    )
 
 
 def run_forward(
@@ -133,9 +169,10 @@ def run_forward(
     backend: str,
     needs_backward: bool,
     out_order: Sequence[int],
+    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) of the rank's rows."""
-    mask, staged = _staged(q, k, v, handle, score, scale, backend, False)
+    mask, staged = _staged(q, k, v, handle, score, scale, backend, False, max_score)
     keep = mask.options.keep_keys and needs_backward
     result, kept = staged.forward(q, k, v, needs_backward, keep)
     if keep:

@@ -87,18 +87,19 @@ class ContextParallel:
                 f"masks: have lengths {sorted(lengths)} (queries, keys); they must be equal to share a dispatch"
             )
         self.q_len, self.kv_len = lengths.pop()
-        self.dispatch = gather_dispatch(intervals, dtensor_row_counts(self.q_len, ranks), self.group)
+        self.dispatch, areas = gather_dispatch(intervals, dtensor_row_counts(self.q_len, ranks), self.group)
         self.kv_dispatch = self.dispatch
         if self.kv_len != self.q_len:
             self.kv_dispatch = Dispatch.contiguous(self.kv_len, dtensor_row_counts(self.kv_len, ranks))
         needed = gather_needed(intervals, self.dispatch, self.group)
         self.masks = [
-            ContextMask(mask, self.group, self.dispatch, self.kv_dispatch, ranges, self.device, self.options)
-            for mask, ranges in zip(intervals, needed, strict=True)
+            ContextMask(mask, area, self.group, self.dispatch, self.kv_dispatch, ranges, self.device, self.options)
+            for mask, area, ranges in zip(intervals, areas, needed, strict=True)
         ]
         self.rows = self.dispatch.rows(self.group.rank()).to(self.device)
         self.position_ids = self._distribute(self.rows, (self.q_len,), 0)
-        self._order = {x.length: x.order().to(self.device) for x in (self.kv_dispatch, self.dispatch)}
+        dispatches = {x.length: x for x in (self.kv_dispatch, self.dispatch)}
+        self._order = {length: dispatch.order(self.device) for length, dispatch in dispatches.items()}
         sizes = [mask.BLOCK_SIZE if isinstance(mask, BlockMask) else None for mask in given]
         self.block_masks = [self._block_mask(mask, size) for mask, size in zip(self.masks, sizes, strict=True)]
         sharding.install()

@@ -104,9 +104,14 @@ class Dispatch:
         part = slice(int(self.segment_ptr[rank]), int(self.segment_ptr[rank + 1]))
         return expand_ranges(self.begin[part], self.end[part])
 
-    def order(self) -> Tensor:
-        """All rows in dispatch order (those of rank 0, then of rank 1, ...), int64 ``[length]``."""
-        return expand_ranges(self.begin, self.end)
+    def order(self, device: torch.device | str = "cpu") -> Tensor:
+        """All rows in dispatch order (those of rank 0, then of rank 1, ...), int32 ``[length]``."""
+        size, step = self.end - self.begin, self.begin + 1
+        step[1:] -= self.end[:-1]
+        rows = torch.ones(self.length, dtype=torch.int32, device=device)
+        rows[(size.cumsum(0) - size).to(device)] = step.to(device, torch.int32)
+        rows[:1] -= 1
+        return rows.cumsum_(0)
 
     def loads(self, masks: Sequence[RowIntervals]) -> Tensor:
         """Attended pairs of each rank under each mask (mean over the mask's batch and heads), float64 ``[M, P]``."""
@@ -212,28 +217,21 @@ def dispatch_banded(area_C: Tensor, chunk_size: int, length: int, row_counts: Se
     mean = float(area_C.sum()) / max(1, length)
     heavy_C = area_C > mean * rows_C
     queues = [torch.nonzero(heavy_C)[:, 0], torch.nonzero(~heavy_C)[:, 0]]
-    # Cumulative rows and area along each queue; cuts are in rows of the queue.
     rows_before = [torch.nn.functional.pad(rows_C[queue].cumsum(0), (1, 0)) for queue in queues]
-    area_before = [torch.nn.functional.pad(area_C[queue].cumsum(0), (1, 0)) for queue in queues]
-
-    def area_at(queue: int, cut: Tensor) -> Tensor:
-        rows, area = rows_before[queue], area_before[queue]
-        if len(rows) == 1:
-            return torch.zeros_like(cut)
-        low = (torch.searchsorted(rows, cut.long(), right=True) - 1).clamp_(0, len(rows) - 2)
-        inside = (cut - rows[low]) / (rows[low + 1] - rows[low])
-        return area[low] + (area[low + 1] - area[low]) * inside
-
+    # How far the first rows of a queue are from the mean area, up in the heavy queue and down in the light one.
+    excess = [
+        (torch.nn.functional.pad(area_C[queue].cumsum(0), (1, 0)) - mean * rows).mul_(sign).cummax(0).values
+        for queue, rows, sign in zip(queues, rows_before, (1, -1), strict=True)
+    ]
+    # Any number of rows of the heavy queue goes with as many of the light one as make up for its excess.  Both are
+    # linear between the edges of chunks, so the edges of both queues together are all the corners of the path.
+    heavy = torch.cat((rows_before[0].double(), _interpolate(excess[1], excess[0], rows_before[0].double())))
+    light = torch.cat((_interpolate(excess[0], excess[1], rows_before[1].double()), rows_before[1].double()))
+    both, order = torch.sort(heavy + light)
     total_P = torch.tensor(list(row_counts), dtype=torch.int64).cumsum(0).double()  # rows of both windows up to a rank
-    low_P = (total_P - rows_before[1][-1]).clamp_(min=0)
-    high_P = total_P.clamp(max=float(rows_before[0][-1]))
-    for _ in range(max(1, length).bit_length() + 2):
-        middle_P = (low_P + high_P) / 2
-        short_P = area_at(0, middle_P) + area_at(1, total_P - middle_P) < mean * total_P
-        low_P = torch.where(short_P, middle_P, low_P)
-        high_P = torch.where(short_P, high_P, middle_P)
+    wanted_P = _interpolate(total_P, both, heavy[order])
     heavy_cuts, total, cut = [0], 0, 0
-    for wanted, count in zip(high_P.round().long().tolist(), row_counts, strict=True):
+    for wanted, count in zip(wanted_P.round().long().tolist(), row_counts, strict=True):
         light_left = int(rows_before[1][-1]) - (total - cut)
         cut = min(max(wanted, cut, cut + count - light_left), cut + count, int(rows_before[0][-1]))
         total += count
@@ -244,6 +242,16 @@ def dispatch_banded(area_C: Tensor, chunk_size: int, length: int, row_counts: Se
         _cut_queue(first_row_C[queues[i]], rows_before[i], cuts) for i, cuts in enumerate((heavy_cuts_P, light_cuts_P))
     ]
     return Dispatch.from_segments(length, ranks, *(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
+    """The value at ``x`` of the line through the points (xs, ys), xs ascending; constant beyond the ends."""
+    if len(xs) == 1:
+        return ys.expand(x.shape)
+    right = torch.searchsorted(xs, x, right=True).clamp_(1, len(xs) - 1)
+    x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
+    share = ((x - x0) / (x1 - x0)).nan_to_num_(1.0).clamp_(0, 1)
+    return y0 + (y1 - y0) * share
 
 
 def _cut_queue(first_row_C: Tensor, rows_before: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_flex.distributed import group_ops
+from magi_flex.distributed.agreement import group_device
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.group_work import (
     GroupWork,
     Plans,
-    Reduction,
     check_reduce,
     check_rows,
     group_of,
@@ -77,7 +77,7 @@ def group_reduce(
     tensors: Sequence[Tensor],
     plan: Plans,
     group: dist.ProcessGroup | None = None,
-    op: Reduction = "sum",
+    op: Literal["sum", "mean", "lse"] = "sum",
     *,
     async_op: Literal[False] = False,
 ) -> list[Tensor]: ...
@@ -86,7 +86,7 @@ def group_reduce(
     tensors: Sequence[Tensor],
     plan: Plans,
     group: dist.ProcessGroup | None = None,
-    op: Reduction = "sum",
+    op: Literal["sum", "mean", "lse"] = "sum",
     *,
     async_op: Literal[True],
 ) -> GroupWork: ...
@@ -94,7 +94,7 @@ def group_reduce(
     tensors: Sequence[Tensor],
     plan: Plans,
     group: dist.ProcessGroup | None = None,
-    op: Reduction = "sum",
+    op: Literal["sum", "mean", "lse"] = "sum",
     *,
     async_op: bool = False,
 ) -> Any:
@@ -104,7 +104,7 @@ def group_reduce(
         tensors: ``[out_rows, ...]`` each, floating point; for ``op="lse"`` two: out ``[out_rows, ..., E]`` and lse
             ``[out_rows, ...]`` in the log2 domain.
         plan: of the cast that brought the rows (one or two hops).
-        op: "sum"; "mean" over the copies that come back; "lse": sum of ``2^(lse_i - lse) out_i`` with
+        op: "sum"; "mean" over all copies of a row; "lse": sum of ``2^(lse_i - lse) out_i`` with
             ``lse = log2(sum of 2^lse_i)``, which joins attention over disjoint sets of keys.
         async_op: return a :class:`GroupWork`; not differentiable.
 
@@ -115,17 +115,23 @@ def group_reduce(
         ValueError: as in :func:`group_cast`; tensors that do not suit the operation.
     """
     group, hops = group_of(group), hops_of(plan)
+    if op not in ("sum", "mean", "lse"):
+        raise ValueError(f'op: got {op!r}, allowed are "sum", "mean" and "lse"')
     check_reduce(tensors, hops, group, op)
     if op == "lse" and len(tensors) != 2:
         raise ValueError(f'tensors: are {len(tensors)}; op "lse" takes out [rows, ..., E] and lse [rows, ...]')
     if async_op:
         _refuse_gradients(tensors)
+    if op == "mean":
+        sums = [*tensors, torch.ones(len(tensors[0]), device=tensors[0].device)]
+        if async_op:
+            return start_group_reduce(sums, hops, group, finish=_divide_by_last)
+        return _divide_by_last(group_reduce(sums, hops, group))
+    if async_op:
         return start_group_reduce(tensors, hops, group, op)
     name = group.group_name
     if len(hops) == 1:
         return group_ops.reduce(list(tensors), hops[0], op, name)
-    if op == "mean":
-        raise ValueError('op: "mean" is for plans of one hop; use "sum" and divide by the number of copies')
     own_rows = hops[0].in_rows
     joined = group_ops.reduce(list(tensors), hops[1], op, name)
     own, passed = [x[:own_rows] for x in joined], [x[own_rows:] for x in joined]
@@ -133,6 +139,12 @@ def group_reduce(
     if op == "lse":
         return list(merge_lse(own[0], own[1], crossed[0], crossed[1]))
     return [a + b for a, b in zip(own, crossed, strict=True)]
+
+
+def _divide_by_last(sums: list[Tensor]) -> list[Tensor]:
+    """The means: the last tensor has the number of copies that each row is the sum of."""
+    *totals, copies = sums
+    return [x / copies.clamp(min=1).view(-1, *[1] * (x.dim() - 1)) for x in totals]
 
 
 def _refuse_gradients(tensors: Sequence[Tensor]) -> None:
@@ -143,8 +155,7 @@ def _refuse_gradients(tensors: Sequence[Tensor]) -> None:
 def verify_group_plan(plan: GroupPlan, group: dist.ProcessGroup | None = None) -> None:
     """Compare all ranks' plans (a collective): raises ValueError on every rank unless the counts of each pair agree."""
     group = group_of(group)
-    device = plan.send_index.device
-    table = torch.stack((plan.send_counts, plan.recv_counts)).to(device)
+    table = torch.stack((plan.send_counts, plan.recv_counts)).to(group_device(group))
     tables = [torch.empty_like(table) for _ in range(group.size())]
     dist.all_gather(tables, table, group=group)
     sent, wanted = torch.stack(tables).cpu().unbind(1)

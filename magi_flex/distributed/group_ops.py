@@ -16,7 +16,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from magi_flex.distributed.group_plan import GroupPlan
-from magi_flex.distributed.group_work import contributions, start_group_cast, start_group_reduce
+from magi_flex.distributed.group_work import start_group_cast, start_group_reduce
 
 LN_2 = math.log(2)
 
@@ -114,9 +114,6 @@ def _reduce_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     plan = ctx.saved_tensors[:4]
     in_rows, out_rows, op, group_name = ctx.scalars
     sent = [g.contiguous() for g in grads]
-    if op == "mean":
-        count = contributions(plan[0], in_rows).clamp(min=1)
-        sent = [g / count.view(-1, *[1] * (g.dim() - 1)) for g in sent]
     if op == "lse":
         part_out, part_lse, out, lse = ctx.saved_tensors[4:]
         # d part_out = w d_out;  d part_lse = w (ln 2 d_out . (part_out - out) + d_lse),  w = 2^(part_lse - lse)

@@ -16,7 +16,7 @@ from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.transport import RowExchange
 from magi_flex.kernels.merge import merge_lse_
 
-Reduction = Literal["sum", "mean", "lse"]
+Reduction = Literal["sum", "lse"]
 Plans = GroupPlan | Sequence[GroupPlan]
 Finish = Callable[[list[Tensor]], list[Tensor]]
 Step = Callable[[list[Tensor]], tuple[RowExchange, Finish]]
@@ -29,11 +29,22 @@ class GroupWork:
     Call it, and :meth:`wait`, in the same order on every rank.
     """
 
-    def __init__(self, steps: Sequence[Step], data: list[Tensor], on_done: Callable[[], None] | None = None):
-        """``on_done``: called when the last hop has arrived (on a GPU: on a stream that waits for it)."""
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        data: list[Tensor],
+        on_done: Callable[[], None] | None = None,
+        finish: Finish | None = None,
+    ):
+        """
+        Args:
+            on_done: called when the last hop has arrived (on a GPU: on a stream that waits for it).
+            finish: what :meth:`wait` makes of the last hop's result.
+        """
         self._steps = list(steps)
         self._data = data
         self._on_done = on_done
+        self._finish_all = finish
         self._pending: tuple[RowExchange, Finish] | None = None
         self._start()
 
@@ -60,6 +71,8 @@ class GroupWork:
         while self._steps:
             self.advance()
         self._finish()
+        if self._finish_all is not None:
+            self._data, self._finish_all = self._finish_all(self._data), None
         return self._data
 
 
@@ -88,8 +101,7 @@ def check_rows(tensors: Sequence[Tensor], rows: int, ranks: int, group: dist.Pro
 
 
 def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> RowExchange:
-    sent = [x.index_select(0, plan.send_index) for x in tensors]
-    return RowExchange(sent, plan.send_counts, plan.recv_counts, group)
+    return RowExchange(tensors, plan.send_index, plan.send_counts, plan.recv_counts, group)
 
 
 def _finish_cast(received: Sequence[Tensor], plan: GroupPlan) -> list[Tensor]:
@@ -129,8 +141,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _start_reduce(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> RowExchange:
-    sent = [_wide(x).index_select(0, plan.recv_index) for x in tensors]
-    return RowExchange(sent, plan.recv_counts, plan.send_counts, group)
+    return RowExchange([_wide(x) for x in tensors], plan.recv_index, plan.recv_counts, plan.send_counts, group)
 
 
 def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPlan, op: Reduction) -> list[Tensor]:
@@ -168,6 +179,7 @@ def start_group_reduce(
     op: Reduction = "sum",
     initial: Sequence[Tensor] | None = None,
     on_done: Callable[[], None] | None = None,
+    finish: Finish | None = None,
 ) -> GroupWork:
     """``group_reduce`` that returns at once; not differentiable.
 
@@ -176,8 +188,6 @@ def start_group_reduce(
     """
     group, hops = group_of(group), hops_of(plan)
     check_reduce(tensors, hops, group, op)
-    if op == "mean" and (initial is not None or len(hops) > 1):
-        raise ValueError('op: "mean" is for plans of one hop and without initial; use "sum" and divide')
     results = _accumulators(tensors, hops[0].in_rows, op) if initial is None else list(initial)
     own_rows = hops[0].in_rows
 
@@ -198,31 +208,18 @@ def start_group_reduce(
 
     def last(data: list[Tensor]) -> tuple[RowExchange, Finish]:
         def finish(received: list[Tensor]) -> list[Tensor]:
-            joined = _join(results, received, hops[0], "lse" if op == "lse" else "sum")
-            if op == "mean":
-                count = contributions(hops[0].send_index, own_rows).clamp(min=1)
-                joined = [x / count.view(-1, *[1] * (x.dim() - 1)) for x in joined]
-            return joined
+            return _join(results, received, hops[0], op)
 
         return _start_reduce(data, hops[0], group), finish
 
-    return GroupWork([last] if len(hops) == 1 else [first_of_two, last], list(tensors), on_done)
+    return GroupWork([last] if len(hops) == 1 else [first_of_two, last], list(tensors), on_done, finish)
 
 
 def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: dist.ProcessGroup, op: str) -> None:
     check_rows(tensors, hops[-1].out_rows, len(hops[-1].send_counts), group, "output (a reduction's input)")
-    if op not in ("sum", "mean", "lse"):
-        raise ValueError(f'op: got {op!r}, allowed are "sum", "mean" and "lse"')
     for i, x in enumerate(tensors):
         if not x.dtype.is_floating_point:
             raise ValueError(f"tensors[{i}]: has dtype {x.dtype}; reductions take floating point tensors")
     if op == "lse" and (len(tensors) not in (2, 3) or any(tensors[0].shape[:-1] != x.shape for x in tensors[1:])):
         shapes = [tuple(x.shape) for x in tensors]
         raise ValueError(f'tensors: have shapes {shapes}; op "lse" takes out [rows, ..., E] and lse [rows, ...]')
-
-
-def contributions(send_index: Tensor, rows: int) -> Tensor:
-    """How many copies of each row were sent, and so come back."""
-    return torch.zeros(rows, dtype=torch.float32, device=send_index.device).index_add_(
-        0, send_index, torch.ones(len(send_index), device=send_index.device)
-    )

@@ -86,7 +86,7 @@ def _joined_intervals(mask: RowIntervals, row_ranges: Sequence[tuple[int, int]])
 def needed_ranges(mask: RowIntervals, q_dispatch: Dispatch, ranks: Sequence[int] | None = None) -> KeyRanges:
     """The keys that each rank's rows attend to for any batch entry and head, its own keys included.
 
-    Units are the ranks, or those named in ``ranks``: solved in parts, :func:`stack_ranges` puts them together.
+    Units are the ranks, or those named in ``ranks``.
     """
     ranks = range(q_dispatch.ranks) if ranks is None else ranks
     parts = [_joined_intervals(mask, q_dispatch.ranges(rank)) for rank in ranks]
@@ -95,17 +95,6 @@ def needed_ranges(mask: RowIntervals, q_dispatch: Dispatch, ranks: Sequence[int]
     unit = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(begin) for begin, _ in parts]))
     keep = end > begin
     return KeyRanges.union(mask.kv_len, len(parts), unit[keep], begin[keep], end[keep])
-
-
-def stack_ranges(parts: Sequence[KeyRanges]) -> KeyRanges:
-    """All units of the parts, one after the other."""
-    counts = torch.cat([part.ptr.diff() for part in parts])
-    return KeyRanges(
-        parts[0].kv_len,
-        torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
-        torch.cat([part.begin for part in parts]),
-        torch.cat([part.end for part in parts]),
-    )
 
 
 @dataclass(frozen=True)

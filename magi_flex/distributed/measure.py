@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from magi_flex.distributed.agreement import group_device
+from magi_flex.distributed.agreement import device_types
 from magi_flex.distributed.cost_model import Costs, Shape
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionRequest
@@ -26,20 +26,26 @@ def measure_costs(
     rows: int = 4096,
     message_bytes: int = 1 << 24,
     costs: Costs | None = None,
+    device: torch.device | None = None,
 ) -> Costs:
     """Figures for :class:`Costs`, the same on every rank (the slowest rank's).  A collective.
 
     The all-to-all goes to every rank of the group alike; its rate is taken for both bandwidths, so give the figures of
     a machine whose links differ by hand where they matter.
 
+    Nothing calls this by itself.  The figures decide into how many stages a pass is cut, and so the order in which
+    partial results are added up: measured anew in each run, they would make runs differ in their last bits.  Measure
+    once, and keep the figures with the run's other settings.
+
     Args:
         shape, dtype: of the attention that will run.
         rows: of the square of full attention that is timed.
         message_bytes: what each rank sends.
         costs: whose other figures are kept (default: ``Costs()``).
+        device: where attention runs (default: the current GPU if there is one and the group serves it, else the CPU).
     """
     group = dist.group.WORLD if group is None else group
-    device = group_device(group)
+    device = _attention_device(group) if device is None else device
     q, k, v = (
         torch.randn(shape.batch, heads, rows, dim, dtype=dtype, device=device)
         for heads, dim in (
@@ -67,6 +73,12 @@ def measure_costs(
         network_bandwidth=bandwidth,
         latency=small,
     )
+
+
+def _attention_device(group: dist.ProcessGroup) -> torch.device:
+    if torch.cuda.is_available() and "cuda" in device_types(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _all_to_all_seconds(size: int, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_flex.distributed.agreement import all_gather
 from magi_flex.distributed.cost_model import Costs, Shape
 from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.key_ranges import KeyRanges, held_pieces, overlaps
-from magi_flex.distributed.planning import all_gather
 from magi_flex.intervals import RowIntervals
 
 
@@ -58,7 +58,7 @@ def gather_pair_counts(
 ) -> PairCounts:
     """All ranks' counts.  A collective."""
     own = pair_counts_of_rank(mask, q_dispatch, kv_dispatch, group.rank(), needed)
-    return PairCounts(*torch.stack(all_gather(own, group), 1))
+    return PairCounts(*all_gather(own, group).unbind(1))
 
 
 def choose_pairs(counts: PairCounts, shape: Shape, costs: Costs, backward: bool, bandwidth: float) -> Tensor:

@@ -23,9 +23,9 @@ from inductor_lowering import entry_checks
 from inductor_lowering.torch_compat import BACKWARD_HOP, CAPTURED_GRADS, FORWARD_HOP, BlockMaskArgs
 from magi_flex.distributed import context_ops
 from magi_flex.kernels.layout import dense_order, strides_for
-from magi_flex.op_specs import is_shard_handle
+from magi_flex.sharded_mask import find_handle
 
-BATCH, HEADS, SEQUENCE = 0, 1, 2
+BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of the operands
 
 
 def install() -> None:
@@ -77,14 +77,9 @@ class Layout:
             of_q.append(kept)
             of_k.append(keys)
             of_dk.append(Partial() if keys.is_replicate() and not kept.is_replicate() else keys)
-        if sum(placement == Shard(SEQUENCE) for placement in of_q) > 1:
+        if of_q.count(Shard(SEQUENCE)) > 1:
             raise ValueError(f"query: has placements {q.placements}; only one mesh dimension can share the sequence")
         return Layout(q.device_mesh, tuple(of_q), tuple(of_k), tuple(of_dk))
-
-    @property
-    def sequence_dim(self) -> int | None:
-        """The mesh dimension that shares the sequence."""
-        return next((i for i, placement in enumerate(self.q) if placement == Shard(SEQUENCE)), None)
 
     def mesh_dims(self, tensor_dim: int) -> list[int]:
         """The mesh dimensions over which a dimension of q is sharded, in order."""
@@ -120,58 +115,60 @@ def _wrap(local: Tensor, layout: Layout, placements: Sequence[Placement], shape:
 
 
 @dataclass(frozen=True)
-class _LocalMods:
-    """Mask and score mod as the local call needs them."""
+class _LocalMask:
+    """The block mask and what it captures, for the local call.
+
+    Attributes:
+        offsets: of batch and heads, where mods on local indices have to add them.
+    """
 
     block_mask: tuple[Any, ...]
-    mask_captures: tuple[Any, ...]
-    score_captures: tuple[Any, ...]
-    offsets: tuple[Tensor, ...]  # of batch and heads, where mods on local indices have to add them
+    captures: tuple[Any, ...]
+    offsets: tuple[Tensor, ...] = ()
 
-
-def _local_mods(
-    layout: Layout, q: DTensor, block_mask: tuple[Any, ...], score_captures: Any, mask_captures: Any
-) -> _LocalMods:
-    mask_captures = tuple(tree_map(_replicated, mask_captures))
-    score_captures = tuple(tree_map(_replicated, score_captures))
-    block_mask = tuple(tree_map(_replicated, block_mask[:-1])) + block_mask[-1:]
-    mesh = context_ops.mesh_arguments(layout.mesh)
-    shape, mesh_dims = q.shape[:2], (layout.mesh_dims(BATCH), layout.mesh_dims(HEADS))
-    handle = next((i for i, x in enumerate(mask_captures) if is_shard_handle(x)), None)
-    if layout.sequence_dim is not None:
-        if handle is None:
+    @staticmethod
+    def of(layout: Layout, q: DTensor, block_mask: tuple[Any, ...], captures: Any) -> _LocalMask:
+        captures = tuple(tree_map(_replicated, captures))
+        block_mask = tuple(tree_map(_replicated, block_mask[:-1])) + block_mask[-1:]
+        mesh = context_ops.mesh_arguments(layout.mesh)
+        of_batch, of_heads, of_sequence = (layout.mesh_dims(dim) for dim in (BATCH, HEADS, SEQUENCE))
+        handle = find_handle(block_mask[-1], captures) if isinstance(block_mask[-1], fx.GraphModule) else None
+        if of_sequence:
+            if handle is None:
+                raise ValueError(
+                    f"block_mask: the sequence is sharded (query has placements {q.placements}), so the mask must be a "
+                    "ContextParallel's block_mask"
+                )
+            if not entry_checks.serving():
+                raise RuntimeError(
+                    "flex_attention over a sharded sequence needs our kernels: call magi_flex.enable(), or compile "
+                    'with backend="magi_flex"'
+                )
+            local = torch.ops.magi_flex.localize_handle(
+                captures[handle], *q.shape[:2], *mesh, of_batch, of_heads, of_sequence
+            )
+            return _LocalMask(block_mask, (*captures[:handle], local, *captures[handle + 1 :]))
+        if handle is not None:
             raise ValueError(
-                f"block_mask: the sequence is sharded (query has placements {q.placements}), so the mask must be a "
-                "ContextParallel's block_mask"
+                f"query: has placements {q.placements}, but the mask is a ContextParallel's; shard the sequence with "
+                "ContextParallel.shard"
             )
-        if not entry_checks.serving():
-            raise RuntimeError(
-                "flex_attention over a sharded sequence needs our kernels: call magi_flex.enable(), or compile with "
-                'backend="magi_flex"'
-            )
-        local = torch.ops.magi_flex.localize_handle(mask_captures[handle], *shape, *mesh, *mesh_dims)
-        mask_captures = (*mask_captures[:handle], local, *mask_captures[handle + 1 :])
-        return _LocalMods(block_mask, mask_captures, score_captures, ())
-    if handle is not None:
-        raise ValueError(
-            f"query: has placements {q.placements}, but the mask is a ContextParallel's; shard the sequence with "
-            "ContextParallel.shard"
+        if not (of_batch or of_heads):
+            return _LocalMask(block_mask, captures)
+        offsets = tuple(
+            torch.ops.magi_flex.shard_offset(q._local_tensor, q.shape[dim], *mesh, dims)
+            for dim, dims in ((BATCH, of_batch), (HEADS, of_heads))
         )
-    if not any(mesh_dims):
-        return _LocalMods(block_mask, mask_captures, score_captures, ())
-    offsets = tuple(
-        torch.ops.magi_flex.shard_offset(q._local_tensor, size, *mesh, dims)
-        for size, dims in zip(shape, mesh_dims, strict=True)
-    )
-    lists = BlockMaskArgs.of(block_mask).kv_num_blocks
-    for dim in (BATCH, HEADS):
-        if lists.shape[dim] > 1:
-            index = torch.arange(q._local_tensor.shape[dim], device=lists.device) + offsets[dim]
-            block_mask = tuple(
-                x.index_select(dim, index) if isinstance(x, Tensor) and x.dim() >= 3 and x.shape[dim] > 1 else x
-                for x in block_mask
-            )
-    return _LocalMods(block_mask, mask_captures, score_captures, offsets)
+        lists = BlockMaskArgs.of(block_mask).kv_num_blocks
+        for dim in (BATCH, HEADS):
+            if lists.shape[dim] > 1:
+                index = torch.arange(q._local_tensor.shape[dim], device=lists.device) + offsets[dim]
+                block_mask = tuple(
+                    x.index_select(dim, index) if isinstance(x, Tensor) and x.dim() >= 3 and x.shape[dim] > 1 else x
+                    for x in block_mask
+                )
+        block_mask = (*block_mask[:-1], _with_offsets(block_mask[-1], 0, offsets))
+        return _LocalMask(block_mask, captures, offsets)
 
 
 def _with_offsets(mod: Any, scalars_before: int, offsets: tuple[Tensor, ...], is_joint: bool = False) -> Any:
@@ -202,6 +199,46 @@ def _with_offsets(mod: Any, scalars_before: int, offsets: tuple[Tensor, ...], is
 # ---- the rules ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _LocalCall:
+    """What the forward and the backward operator have in common, on the local parts.
+
+    Attributes:
+        operands: q, k, v.
+        rest: the arguments after the mods: block mask, scale, kernel options, captures.
+        offsets: see :class:`_LocalMask`.
+    """
+
+    layout: Layout
+    operands: tuple[Tensor, Tensor, Tensor]
+    rest: tuple[Any, ...]
+    offsets: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(
+        q: DTensor,
+        k: DTensor,
+        v: DTensor,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        kernel_options: dict[str, Any],
+        score_captures: Any,
+        mask_captures: Any,
+    ) -> _LocalCall:
+        layout = Layout.of(q, k, v)
+        q = _laid_out(q, layout.q)
+        mask = _LocalMask.of(layout, q, block_mask, mask_captures)
+        score_captures = tuple(tree_map(_replicated, score_captures))
+        rest = (
+            *(mask.block_mask, scale, kernel_options),
+            *((*score_captures, *mask.offsets), (*mask.captures, *mask.offsets)),
+        )
+        local_q = q._local_tensor
+        if type(local_q) is Tensor and any(x.requires_grad for x in (q, k, v)):
+            local_q = local_q.detach().requires_grad_()  # an uncompiled forward asks whether a backward will follow
+        return _LocalCall(layout, (local_q, _local(k, layout.k), _local(v, layout.k)), rest, mask.offsets)
+
+
 def _forward(
     q: DTensor,
     k: DTensor,
@@ -213,21 +250,9 @@ def _forward(
     score_captures: Any = (),
     mask_captures: Any = (),
 ) -> tuple[DTensor, DTensor, DTensor]:
-    layout = Layout.of(q, k, v)
-    q = _laid_out(q, layout.q)
-    mods = _local_mods(layout, q, block_mask, score_captures, mask_captures)
-    mask_mod = _with_offsets(mods.block_mask[-1], 0, mods.offsets)
-    results = FORWARD_HOP(
-        q._local_tensor,
-        _local(k, layout.k),
-        _local(v, layout.k),
-        _with_offsets(score_mod, 1, mods.offsets),
-        (*mods.block_mask[:-1], mask_mod),
-        scale,
-        kernel_options,
-        (*mods.score_captures, *mods.offsets),
-        (*mods.mask_captures, *mods.offsets),
-    )
+    call = _LocalCall.of(q, k, v, block_mask, scale, kernel_options, score_captures, mask_captures)
+    layout = call.layout
+    results = FORWARD_HOP(*call.operands, _with_offsets(score_mod, 1, call.offsets), *call.rest)
     shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape[:3])
     return tuple(  # type: ignore[return-value]
         # without max scores FlexAttention gives an empty tensor
@@ -256,34 +281,21 @@ def _backward(
     score_captures: Any = (),
     mask_captures: Any = (),
 ) -> tuple[Any, ...]:
-    layout = Layout.of(q, k, v)
-    of_q = q.placements
-    q = _laid_out(q, layout.q)
-    mods = _local_mods(layout, q, block_mask, score_captures, mask_captures)
-    mask_mod = _with_offsets(mods.block_mask[-1], 0, mods.offsets)
+    call = _LocalCall.of(q, k, v, block_mask, scale, kernel_options, score_captures, mask_captures)
+    layout = call.layout
     results = BACKWARD_HOP(
-        q._local_tensor,
-        _local(k, layout.k),
-        _local(v, layout.k),
+        *call.operands,
         *(_local(x, layout.q) for x in (out, lse, d_out, d_lse)),
-        _with_offsets(fw_graph, 1, mods.offsets),
-        _with_offsets(joint_graph, 1, mods.offsets, is_joint=True),
-        (*mods.block_mask[:-1], mask_mod),
-        scale,
-        kernel_options,
-        (*mods.score_captures, *mods.offsets),
-        (*mods.mask_captures, *mods.offsets),
+        _with_offsets(fw_graph, 1, call.offsets),
+        _with_offsets(joint_graph, 1, call.offsets, is_joint=True),
+        *call.rest,
     )
     dq, dk, dv, captured = *results[:3], results[CAPTURED_GRADS]
     grads = [
-        _laid_out(_wrap(grad, layout, placements, like.shape), tuple(wanted))
-        for grad, placements, like, wanted in (
-            (dq, layout.q, q, of_q),
-            (dk, layout.dk, k, k.placements),
-            (dv, layout.dk, v, v.placements),
-        )
+        _laid_out(_wrap(grad, layout, placements, like.shape), tuple(like.placements))
+        for grad, placements, like in ((dq, layout.q, q), (dk, layout.dk, k), (dv, layout.dk, v))
     ]
-    captured = tuple(captured)[: len(captured) - len(mods.offsets)]
+    captured = tuple(captured)[: len(captured) - len(call.offsets)]
     of_captures = tuple(
         _captured_grad(grad, capture, layout) for grad, capture in zip(captured, score_captures, strict=False)
     )
@@ -299,4 +311,3 @@ def _captured_grad(grad: Any, capture: Any, layout: Layout) -> Any:
     if isinstance(capture, DTensor):
         return _laid_out(_laid_out(whole, replicated), tuple(capture.placements))
     return _laid_out(whole, replicated)._local_tensor
-

@@ -10,6 +10,7 @@ dim, E value head dim.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -118,6 +119,7 @@ class StagedAttention:
         backend: "auto" or a kernel backend's name.
         timeline: records what runs when.
         prefetch: stages whose keys may be on their way (and in memory) before they are computed, at least 1.
+        max_score: whether the largest scores are read.
     """
 
     plan: AttentionPlan
@@ -127,6 +129,7 @@ class StagedAttention:
     backend: str = "auto"
     timeline: Timeline | None = None
     prefetch: int = PREFETCH
+    max_score: bool = True
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class StagedAttention:
         score = self.score
         if not score.is_identity:
             score = replace(score, index_map=replace(score.index_map, q_index=rows, k_index=keys))
-        return AttentionRequest(q, k, v, mask, self.scale, score, wide_results=True)
+        return AttentionRequest(q, k, v, mask, self.scale, score, wide_results=True, max_score=self.max_score)
 
     def _kernel(self, request: AttentionRequest, needs_backward: bool) -> Backend:
         return route(facts_of(request, needs_backward), self.backend)
@@ -344,26 +347,34 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return wide.clone() if total is None else total + wide
 
 
+@functools.cache
+def _communication_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all calls: what the allocator keeps for a stream serves no other one."""
+    return torch.cuda.Stream(device)
+
+
 class _Lane:
     """Where communication runs: on a GPU a stream of its own, so that both hops and the packing overlap compute."""
 
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device = device
+        self.stream = _communication_stream(device) if device.type == "cuda" else None
 
     def start(self, begin: Callable[[], GroupWork], inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begins; the result waits (on a GPU: lets the current stream wait) and gives the tensors."""
         stream = self.stream
         if stream is None:
             return begin().wait
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             tensors = begin().wait()
+            done = stream.record_event()  # what is begun after this is not waited for
         for x in inputs:
             x.record_stream(stream)
 
         def wait() -> list[Tensor]:
-            current = torch.cuda.current_stream()
-            current.wait_stream(stream)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
             for x in tensors:
                 x.record_stream(current)
             return tensors

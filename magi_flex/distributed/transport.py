@@ -40,16 +40,20 @@ def row_formats(tensors: Sequence[Tensor]) -> tuple[list[RowFormat], int]:
 class RowExchange:
     """Rows on their way; :meth:`wait` gives the received rows of each tensor."""
 
-    def __init__(self, tensors: Sequence[Tensor], send_counts: Tensor, recv_counts: Tensor, group: dist.ProcessGroup):
-        """Starts to send. ``tensors``: ``[S, ...]`` each, in order of destination; counts: int64 ``[P]`` on the CPU."""
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        index: Tensor,
+        send_counts: Tensor,
+        recv_counts: Tensor,
+        group: dist.ProcessGroup,
+    ):
+        """Starts to send rows ``index`` (int64 ``[S]``, in order of destination) of every tensor; counts: int64 ``[P]``
+        on the CPU."""
         self.formats, row_bytes = row_formats(tensors)
-        rows = len(tensors[0])
-        if len(tensors) == 1:
-            packed = tensors[0].contiguous().view(rows, self.formats[0].shape.numel()).view(torch.uint8)
-        else:
-            packed = torch.empty(rows, row_bytes, dtype=torch.uint8, device=tensors[0].device)
-            for x, form in zip(tensors, self.formats, strict=True):
-                self._column(packed, form).copy_(x.reshape(rows, form.shape.numel()))
+        packed = torch.empty(len(index), row_bytes, dtype=torch.uint8, device=tensors[0].device)
+        for x, form in zip(tensors, self.formats, strict=True):
+            torch.index_select(x, 0, index, out=self._column(packed, form))
         self.received = packed.new_empty(int(recv_counts.sum()), row_bytes)
         self.packed = packed  # kept alive until it has been sent
         self.work = dist.all_to_all_single(
@@ -58,7 +62,8 @@ class RowExchange:
 
     @staticmethod
     def _column(packed: Tensor, form: RowFormat) -> Tensor:
-        return packed[:, form.begin : form.end].view(form.dtype)
+        """One tensor's rows inside of packed ones, a view."""
+        return packed[:, form.begin : form.end].view(form.dtype).view(len(packed), *form.shape)
 
     def notify(self, on_done: Callable[[], None]) -> None:
         """Call ``on_done`` once the rows have arrived."""
@@ -67,5 +72,4 @@ class RowExchange:
     def wait(self) -> list[Tensor]:
         """``[T, ...]`` for each tensor, in order of source; views of one buffer."""
         self.work.wait()
-        rows = len(self.received)
-        return [self._column(self.received, form).view(rows, *form.shape) for form in self.formats]
+        return [self._column(self.received, form) for form in self.formats]

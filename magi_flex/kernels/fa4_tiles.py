@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import TilePlan, build_tile_plan
+from magi_flex.tiles import TilePlan
 
 # Kernels read the bounds of rows that a tile has past the last one; no tile has more rows than this.
 PADDING = 256
@@ -75,7 +76,7 @@ def block_lists(plan: MaskPlan, block: BlockSize, transposed: bool, width: int |
         width: W; None: as long as the longest list, which takes a transfer from the mask's device.  A list that is
             longer than ``width`` is an error of the caller's.
     """
-    tiles = build_tile_plan(plan, block.q, block.kv, transposed)
+    tiles = kernel_tile_plan(plan, block.q, block.kv, transposed)
     if width is None:
         width = max([1, *(int(steps.max()) for steps in tiles.steps() if steps.numel())])
     lists: list[Tensor] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
+from magi_flex.kernels.ffa_split import key_parts, launch_combine, split_plan
 from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
@@ -36,8 +38,8 @@ from magi_flex.kernels.request import (
     RequestFacts,
 )
 from magi_flex.kernels.score_split import leading_factors
+from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import build_tile_plan
 
 
 class Tiles(NamedTuple):
@@ -88,12 +90,15 @@ _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
 # Whether :meth:`FfaBackend.accumulate` merges inside the forward kernel: not before that has run on a GPU.
 _MERGE_IN_KERNEL = False
+# Whether few row tiles are split over their keys: likewise.
+_SPLIT_KEYS = False
 
 
 class FfaBackend(Backend):
     """Forward and backward on Hopper; see :meth:`objections` for what it leaves to others."""
 
     name = "ffa"
+    never_waits = True
 
     def missing(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -175,6 +180,13 @@ class FfaBackend(Backend):
             multiprocessors(q.device.index),
             accumulate,
         )
+        if _SPLIT_KEYS and score is None and not accumulate:
+            processors = multiprocessors(q.device.index)
+            tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
+            parts = key_parts(tiles, k.shape[2], processors)
+            if parts > 1:
+                self._forward_in_parts(replace(request, q=q, scale=scale), result, instance, parts)
+                return
         with torch.cuda.device(q.device):
             launch_forward(
                 instance,
@@ -190,6 +202,24 @@ class FfaBackend(Backend):
                 score,
                 request.sm_margin,
             )
+
+    def _forward_in_parts(
+        self, request: AttentionRequest, result: AttentionOutput, instance: ForwardInstance, parts: int
+    ) -> None:
+        batch, heads, q_len, v_dim = result.out.shape
+        instance = replace(instance, narrow_tile=0, stage_out=False, wide_out=True, split_keys=True)
+        plan = split_plan(request.plan, parts, batch)
+        q = request.q.repeat(parts, 1, 1, 1)
+        out = torch.empty((parts * batch, heads, q_len, v_dim), dtype=torch.float32, device=q.device)
+        lse, max_score = torch.empty((2, parts, batch * heads * q_len), dtype=torch.float32, device=q.device)
+        k, v = tma_ready(request.k), tma_ready(request.v)
+        with torch.cuda.device(q.device):
+            schedule = forward_schedule(plan, instance)
+            scale = request.scale
+            launch_forward(
+                instance, q, k, v, plan.intervals, schedule, scale, out, lse, max_score, sm_margin=request.sm_margin
+            )
+            launch_combine(q.dtype, out, lse, max_score, result.out, result.lse, result.max_score)
 
     def backward(
         self,
@@ -288,7 +318,8 @@ def forward_instance(
             three = two
     *sizes, stage_out = three
     pack = packed_heads(group, mask_heads)
-    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, accumulate, score_steps)
+    options = dict(wide_out=wide_out, accumulate=accumulate, score_steps=score_steps)
+    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, **options)
 
 
 def _busy(row_tiles: float) -> float:
@@ -335,7 +366,7 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstan
     sizes = (instance.q_tile, instance.kv_tile)
 
     def build() -> Schedule:
-        return make_schedule(build_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
+        return make_schedule(kernel_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
 
     return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
 

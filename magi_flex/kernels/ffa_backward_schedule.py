@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.ffa_schedule import owning_mask
+from magi_flex.kernels.tile_plans import kernel_tile_plan, objection
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import TilePlan, build_tile_plan
+from magi_flex.tiles import TilePlan
 
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
 # Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
@@ -57,9 +59,14 @@ def plan_backward(
     mask_batch, mask_heads = plan.starts.shape[:2]
     # Heads that share a key/value head also share its key tiles, which only the fixed grid promises between masks.
     ragged = mask_heads == 1 or group == 1
-    tiles = build_tile_plan(plan, rows, keys, transposed=True, ragged=ragged, run_align=ROW_GROUP)
+    tiles = kernel_tile_plan(plan, rows, keys, transposed=True, ragged=ragged, run_align=ROW_GROUP)
     copies = (heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-    walked = choose_heads(tile_steps(tiles), copies, group, processors) if split else group
+    walked = group
+    if split and objection(plan.device, plan.bit_tiles is not None) is not None:
+        walked = choose_heads(tile_steps(tiles), copies, group, processors)
+    elif split and (mask_batch == 1 or mask_heads > 1):
+        # (Else shared sums of a batch entry's tiles are found by their number, which must not be a capacity.)
+        walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, group, processors)
     return make_backward_schedule(tiles, mask_heads, walked)
 
 
@@ -94,6 +101,12 @@ def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> i
     return min((h for h in range(group, 0, -1) if group % h == 0), key=cost)
 
 
+def heads_unseen(tiles: int, copies: int, group: int, processors: int) -> int:
+    """As :func:`choose_heads`, where the device must not be waited for: the most heads that leave each multiprocessor
+    four items, so that longest-first order evens out what they differ by; else one."""
+    return next((h for h in range(group, 0, -1) if group % h == 0 and tiles * copies >= 4 * h * processors), 1)
+
+
 def tile_steps(plan: TilePlan) -> Tensor:
     """Steps of ``plan.q_tile`` rows of each key tile, int64 ``[N]``: a run's first step begins at a row group."""
     total = torch.zeros_like(plan.tile_begin, dtype=torch.int64)
@@ -116,7 +129,7 @@ def make_backward_schedule(plan: TilePlan, mask_heads: int, heads: int) -> Backw
     counts = plan.head_ptr.diff().long()
     masks = torch.arange(len(counts), device=counts.device)
     if mask_heads == 1 or heads == 1:
-        mask = torch.repeat_interleave(masks, counts, output_size=plan.tile_begin.shape[0])
+        mask = owning_mask(plan)
         tile = torch.arange(len(mask), device=mask.device) - plan.head_ptr[mask]
         steps = steps * heads
     else:

@@ -20,7 +20,7 @@ from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import STEP, KernelScore
 
 # ForwardParams of the kernel between its four tensor maps and the score steps.
-_PARAMS = "<11Q3q2f12i"
+_PARAMS = "<11Q3q2f13i4x"
 _MAPS = 4
 # Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -39,6 +39,7 @@ class ForwardInstance:
         stage_out: the output goes through shared memory (not for ``wide_out``).
         wide_out: float32 output.
         accumulate: out, lse and max_score are merged with what they hold, of other keys (only with ``wide_out``).
+        split_keys: batch entries of q are parts of the keys of k's and v's batch entries, part by part.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
     """
 
@@ -54,6 +55,7 @@ class ForwardInstance:
     stage_out: bool = True
     wide_out: bool = False
     accumulate: bool = False
+    split_keys: bool = False
     score_steps: tuple[str, ...] = ()
 
     @property
@@ -79,6 +81,7 @@ class ForwardInstance:
             "FFA_STAGE_OUT": self.stage_out,
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_ACCUMULATE": self.accumulate,
+            "FFA_SPLIT_KEYS": self.split_keys,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
             "FFA_SCORE_STEPS": step_list(self.score_steps),
         }
@@ -151,7 +154,7 @@ def launch_forward(
     """
     device_index = q_BHQD.device.index
     batch, heads, q_len, _ = q_BHQD.shape
-    _, kv_heads, kv_len, v_dim = v_BGKE.shape
+    kv_batch, kv_heads, kv_len, v_dim = v_BGKE.shape
     mask_batch, mask_heads, slots, _ = intervals.starts.shape
     launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, out_BHQE)
     replica_heads = heads // instance.pack if mask_heads == 1 else 1
@@ -197,6 +200,7 @@ def launch_forward(
         replicas,
         replica_heads,
         section,
+        kv_batch,
         *(score.values if score else launcher.no_steps),
     )
     launcher.kernel.launch(grid, launcher.threads, params, stream)

@@ -45,9 +45,7 @@ def make_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
             runs leaves so few over; 0: no short steps.
     """
     plan, heads = _split_short_steps(plan, narrow_tile)
-    counts = plan.head_ptr.diff()
-    masks = torch.arange(len(counts), device=counts.device)
-    owner = torch.repeat_interleave(masks, counts, output_size=plan.tile_begin.shape[0])
+    owner = owning_mask(plan)
     full_steps, partial_steps = plan.steps()
     steps = full_steps + partial_steps
     cost = 2 * steps + (heads[:, 1] > heads[:, 0])
@@ -63,13 +61,20 @@ def make_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
     )
 
 
+def owning_mask(plan: TilePlan) -> Tensor:
+    """The mask (b * H + h) of each row tile, int64 ``[N]``; unused capacity counts as the last one's."""
+    number = torch.arange(plan.tile_begin.shape[0], device=plan.head_ptr.device, dtype=torch.int32)
+    return (torch.searchsorted(plan.head_ptr, number, right=True) - 1).clamp_(max=plan.head_ptr.shape[0] - 2)
+
+
 def _split_short_steps(plan: TilePlan, narrow_tile: int) -> tuple[TilePlan, Tensor]:
     """The plan without each row tile's short step, and these steps as int32 ``[N, 2]``."""
     tiles, runs = plan.tile_begin.shape[0], plan.partial_runs
     number_P = torch.arange(len(runs), device=runs.device)
     owner_P = torch.searchsorted(plan.partial_ptr, number_P, right=True, out_int32=False) - 1
     left_over_P = (runs[:, 1] - runs[:, 0]) % plan.kv_tile
-    is_short_P = (left_over_P > 0) & (left_over_P <= narrow_tile)
+    is_short_P = (left_over_P > 0) & (left_over_P <= narrow_tile) & (number_P < plan.partial_ptr[-1])
+    owner_P.clamp_(max=tiles - 1)  # of unused capacity
     # The first such run of each row tile.
     none = len(runs)
     first = torch.full((tiles,), none, dtype=torch.int64, device=runs.device)

@@ -6,9 +6,10 @@ identifies a mask here is the tensors' memory and version counters.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from magi_flex.mask_plan import MaskPlan
 
 T = TypeVar("T")
+
+
+class _Keeping(threading.local):
+    on = True
+
+
+_keeping = _Keeping()
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """What is derived meanwhile, in this thread, is not kept: its memory belongs to a CUDA graph's pool."""
+    before, _keeping.on = _keeping.on, False
+    try:
+        yield
+    finally:
+        _keeping.on = before
+
 
 _CAPACITY = 256
 _entries: OrderedDict[Hashable, tuple[tuple[StorageWeakRef, ...], Any]] = OrderedDict()
@@ -36,10 +55,10 @@ def derived(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
     """``build()``, or what it gave earlier for the same ``what`` and the same, unchanged tensors of ``plan``.
 
     Nothing is kept for inference tensors, which do not count their changes, nor while a CUDA graph is captured, since
-    the captured work is then replayed on other contents.
+    the captured work is then replayed on other contents, nor inside :func:`nothing_kept`.
     """
     tensors = _tensors(plan)
-    if any(x.is_inference() for x in tensors):
+    if not _keeping.on or any(x.is_inference() for x in tensors):
         return build()
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return build()

@@ -130,9 +130,14 @@ class AttentionGradients:
 
 
 class Backend:
-    """One way to compute attention.  Subclasses are stateless."""
+    """One way to compute attention.  Subclasses are stateless.
+
+    ``never_waits``: with plans that are built on the device, forward and backward only enqueue work, so that a CUDA
+    graph can hold them.
+    """
 
     name: str = ""
+    never_waits: bool = False
 
     def missing(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device`` at all (not built, wrong chip), or None."""

@@ -23,7 +23,15 @@ from magi_flex.kernels.request import (
     ScoreProgram,
 )
 from magi_flex.kernels.score_split import leading_factors
-from magi_flex.kernels.triton_configs import LARGEST_HEAD_DIM, padded, tiles_for
+from magi_flex.kernels.triton_configs import (
+    DIRECTIONS,
+    LARGEST_HEAD_DIM,
+    Tiles,
+    fits,
+    for_score_mod,
+    padded,
+    tiles_for,
+)
 from magi_flex.kernels.triton_score import SUPPORTED, backward_score, forward_score
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +42,7 @@ class TritonBackend(Backend):
     """Forward and backward; see :meth:`objections` for what it leaves to others."""
 
     name = "triton"
+    never_waits = True
 
     def missing(self, device: torch.device) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -53,6 +62,17 @@ class TritonBackend(Backend):
             found.append("q, k and v must have one dtype")
         if not 1 <= min(facts.head_dim, facts.v_head_dim) <= max(facts.head_dim, facts.v_head_dim) <= LARGEST_HEAD_DIM:
             found.append(f"serves head dims from 1 to {LARGEST_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}")
+        elif not fits(
+            DIRECTIONS if facts.needs_backward else DIRECTIONS[:1],
+            padded(facts.head_dim),
+            padded(facts.v_head_dim),
+            facts.dtype.itemsize,
+            facts.device,
+        ):
+            found.append(
+                f"this GPU has too little shared memory for head dims {facts.head_dim} and {facts.v_head_dim} in "
+                f"{str(facts.dtype).removeprefix('torch.')}"
+            )
         unknown = sorted(facts.score_ops - SUPPORTED)
         if unknown:
             found.append(f"cannot generate code for {', '.join(unknown)} in a score mod")
@@ -70,9 +90,7 @@ class TritonBackend(Backend):
             lse = torch.full(q.shape[:3], -math.inf, device=q.device)
             return AttentionOutput(out, lse, lse.clone())
         score, scale = _folded(request)
-        head_dims = padded(q.shape[3]), padded(v.shape[3])
-        tiles = tiles_for("forward", q.dtype, *head_dims, q.device)
-        return triton_launch.forward(request, forward_score(score, q.device), scale, tiles)
+        return triton_launch.forward(request, forward_score(score, q.device), scale, _tiles("forward", q, v, score))
 
     def backward(
         self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
@@ -92,11 +110,15 @@ class TritonBackend(Backend):
         lse = lse.to(torch.float32).contiguous()
         delta = triton_launch.delta(out, d_out, lse, d_lse)
         d_out = d_out.to(q.dtype)
-        head_dims = padded(q.shape[3]), padded(v.shape[3])
-        kv_tiles, q_tiles = (tiles_for(direction, q.dtype, *head_dims, q.device) for direction in ("kv", "q"))
+        kv_tiles, q_tiles = (_tiles(direction, q, v, score) for direction in ("kv", "q"))
         dk, dv = triton_launch.backward_kv(request, kernel_score, scale, d_out, lse, delta, kv_tiles)
         dq = triton_launch.backward_q(request, kernel_score, scale, d_out, lse, delta, q_tiles)
         return AttentionGradients(dq, dk, dv, kernel_score.finish())
+
+
+def _tiles(direction: str, q: Tensor, v: Tensor, score: ScoreProgram) -> Tiles:
+    tiles = tiles_for(direction, q.dtype, padded(q.shape[3]), padded(v.shape[3]), q.device)
+    return tiles if score.is_identity else for_score_mod(direction, tiles)
 
 
 def _folded(request: AttentionRequest) -> tuple[ScoreProgram, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from magi_flex.kernels.triton_score import source_folder
 LARGEST_HEAD_DIM = 512
 DIRECTIONS = ("forward", "kv", "q")  # the forward kernel, the two of the backward
 LEAST_TILE = 16  # of a matrix product
+_SCORES_OF_A_THREAD = 16  # where a score mod is computed
 _MOST_SPLITS = 64
 _STEPS_OF_A_SPLIT = 4  # key steps that make a split worth its merging
+_REDUCTION_BYTES = 4 << 10
 _HOPPER_SHARED_BYTES = 227 << 10
 
 
@@ -39,7 +42,7 @@ _TABLE: dict[tuple[str, int], tuple[tuple[int, Tiles], ...]] = {
     ("forward", 2): (
         (64, Tiles(128, 128, 4, 3)),
         (128, Tiles(128, 64, 8, 3)),
-        (256, Tiles(64, 64, 4, 2)),
+        (256, Tiles(128, 64, 8, 2)),
         (512, Tiles(64, 32, 8, 1)),
     ),
     ("kv", 2): (
@@ -55,29 +58,41 @@ _TABLE: dict[tuple[str, int], tuple[tuple[int, Tiles], ...]] = {
         (512, Tiles(32, 32, 8, 1)),
     ),
     ("forward", 4): (
-        (64, Tiles(64, 32, 4, 2)),
-        (128, Tiles(32, 32, 4, 2)),
-        (256, Tiles(32, 16, 4, 1)),
+        (64, Tiles(64, 32, 8, 2)),
+        (128, Tiles(32, 32, 8, 2)),
+        (256, Tiles(32, 16, 8, 1)),
         (512, Tiles(16, 16, 4, 1)),
     ),
     ("kv", 4): (
-        (64, Tiles(32, 32, 4, 1)),
-        (128, Tiles(16, 32, 4, 1)),
+        (64, Tiles(32, 32, 8, 1)),
+        (128, Tiles(16, 32, 8, 1)),
         (512, Tiles(16, 16, 4, 1)),
     ),
     ("q", 4): (
-        (64, Tiles(32, 32, 4, 1)),
-        (128, Tiles(32, 16, 4, 1)),
+        (64, Tiles(32, 32, 8, 1)),
+        (128, Tiles(32, 16, 8, 1)),
         (512, Tiles(16, 16, 4, 1)),
     ),
 }  # fmt: skip
 
 
 def shared_bytes(direction: str, tiles: Tiles, head_dim: int, v_dim: int, element_size: int) -> int:
-    """About what a kernel needs of shared memory, from above: what it keeps, what it streams, tiles of weights."""
-    kept, streamed = (tiles.keys, tiles.rows) if direction == "kv" else (tiles.rows, tiles.keys)
-    weights = tiles.rows * tiles.keys * (1 if direction == "forward" else 2)
-    return element_size * ((kept + tiles.stages * streamed) * (head_dim + v_dim) + weights)
+    """What a kernel needs of shared memory, from above: what it keeps, what it streams, weights, reductions."""
+    both = head_dim + v_dim
+    if direction == "forward":
+        kept, streamed = tiles.rows * head_dim, tiles.keys * both
+        weights = tiles.rows * tiles.keys if element_size == 4 else 0  # 16-bit ones stay in registers
+    else:
+        sizes = (tiles.keys, tiles.rows) if direction == "kv" else (tiles.rows, tiles.keys)
+        kept, streamed = sizes[0] * both, sizes[1] * both
+        weights = tiles.rows * tiles.keys
+    return element_size * (kept + tiles.stages * streamed + weights) + _REDUCTION_BYTES
+
+
+def fits(directions: Sequence[str], head_dim: int, v_dim: int, element_size: int, device: torch.device) -> bool:
+    """Whether the smallest tiles of these padded head dims fit into the device's shared memory."""
+    least = Tiles(LEAST_TILE, LEAST_TILE, 4, 1)
+    return all(shared_bytes(d, least, head_dim, v_dim, element_size) <= shared_limit(device) for d in directions)
 
 
 def tiles_for(direction: str, dtype: torch.dtype, head_dim: int, v_dim: int, device: torch.device) -> Tiles:
@@ -88,6 +103,15 @@ def tiles_for(direction: str, dtype: torch.dtype, head_dim: int, v_dim: int, dev
         return found
     tiles = next(tiles for limit, tiles in _TABLE[direction, dtype.itemsize] if widest <= limit)
     return fit(direction, tiles, head_dim, v_dim, dtype.itemsize, shared_limit(device))
+
+
+def for_score_mod(direction: str, tiles: Tiles) -> Tiles:
+    """``tiles`` for a kernel with a score mod: many values a score are alive at once, so a thread has fewer scores."""
+    streamed = "rows" if direction == "kv" else "keys"
+    tiles = replace(tiles, warps=8 if tiles.rows * tiles.keys >= 4096 else tiles.warps)
+    while tiles.rows * tiles.keys > _SCORES_OF_A_THREAD * 32 * tiles.warps and getattr(tiles, streamed) > LEAST_TILE:
+        tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
+    return tiles
 
 
 def fit(direction: str, tiles: Tiles, head_dim: int, v_dim: int, element_size: int, limit: int) -> Tiles:

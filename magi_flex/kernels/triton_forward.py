@@ -121,7 +121,7 @@ def forward_kernel(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, E], tl.float32)
     acc, total, top, passed = visit_keys(
-        acc, total, top, 0, q_MD, k_base, v_base, k_strides[2], v_strides[2],
+        acc, total, top, tl.full([], 0, tl.int32), q_MD, k_base, v_base, k_strides[2], v_strides[2],
         full_runs, tl.load(record + 5), tl.load(record + 6), step_lo, step_hi,
         mask, mask_head, row[:, None], row_ok[:, None], first, q_len, d, e,
         score_args, mod_b, mod_h, mod_q, index_maps[3], scale,

@@ -23,7 +23,7 @@ from magi_flex.kernels.triton_schedule import schedule_for
 from magi_flex.kernels.triton_score import KernelScore
 from magi_flex.mask_plan import MaskPlan
 
-_ROW_BYTES = 1 << 14  # of a block of rows in the kernels that only read and add
+_ROW_BYTES = 1 << 13  # of a block of rows in the kernels that only read and add
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
         if splits > 1:
             total = batch * heads * q_len
             padded_dim = padded(shape[3])
-            block = max(1, _ROW_BYTES // (4 * padded_dim) // 4)
+            block = max(1, _ROW_BYTES // (8 * padded_dim))
             merge_kernel[(-(-total // block),)](
                 *parts, out, lse, max_score, _strides(out), splits, total, q_len, heads,
                 V_DIM=shape[3], E=padded_dim, M=block,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import TilePlan, build_tile_plan
+from magi_flex.tiles import TilePlan
 
 RECORD = 8  # int32 numbers of a record
 
@@ -50,7 +51,7 @@ def schedule_for(
 
     def build() -> Schedule:
         ragged = plan.bit_tiles is None and not aligned
-        tiles = build_tile_plan(plan, q_tile, kv_tile, transposed, ragged)
+        tiles = kernel_tile_plan(plan, q_tile, kv_tile, transposed, ragged)
         return make_schedule(tiles, bounded=not ragged, keep_order=aligned)
 
     return derived(plan, ("triton", q_tile, kv_tile, transposed, aligned), build)

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import magi_flex
 from magi_flex.distributed.context_parallel import ContextParallel
+from magi_flex.distributed.timeline import NETWORK, Timeline
 from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
@@ -205,6 +206,7 @@ def check_alternating(group: dist.ProcessGroup) -> None:
             check_call(cp, x, d, mask=block_mask)
     with pytest.raises(ValueError, match="there are 2 masks"):
         _ = cp.block_mask
+    check_kept_keys(cp_mesh)
     check_few_queries(cp_mesh)
     case = make_mask("lower_right_causal", 40, 72).dense()
     cp = ContextParallel(cp_mesh, RowIntervals.from_dense(case), forward_stages=2)
@@ -212,6 +214,19 @@ def check_alternating(group: dist.ProcessGroup) -> None:
     q, k, v, d_out = operands(1, 4, 2, 40, 72)
     out = flex_attention(cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), block_mask=cp.block_mask, enable_gqa=True)
     torch.testing.assert_close(cp.unshard(out, 2), expected.out)
+
+
+def check_kept_keys(cp_mesh: DeviceMesh) -> None:
+    """Kept keys do not travel a second time, others do."""
+    dense = make_mask("causal", 96).dense()
+    for keep_keys, casts in ((False, 4), (True, 2)):
+        cp = ContextParallel(
+            cp_mesh, RowIntervals.from_dense(dense), keep_keys=keep_keys, forward_stages=2, backward_stages=2
+        )
+        cp.timeline = Timeline()
+        check_call(cp, operands(1, 4, 2, 96, 96), dense)
+        spans = cp.timeline.spans()
+        assert [span.lane for span in spans].count(NETWORK) == casts, [(span.name, span.lane) for span in spans]
 
 
 def check_few_queries(cp_mesh: DeviceMesh) -> None:

@@ -126,7 +126,7 @@ def test_every_row_is_held_once_and_counts_are_kept(data: st.DataObject) -> None
     ]
     for dispatch in results:
         assert dispatch.row_counts() == row_counts
-        assert torch.equal(dispatch.order().sort().values, torch.arange(length))
+        assert torch.equal(dispatch.order().long().sort().values, torch.arange(length))
         for rank in range(ranks):
             rows = dispatch.rows(rank)
             assert (rows.diff() > 0).all()

@@ -27,7 +27,7 @@ def _run(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
     mesh = DeviceMesh("cpu", torch.arange(3), mesh_dim_names=("cp",))
     cp = ContextParallel(mesh, document_mask([60]), forward_stages=2)
-    plan = cp.masks[0].plan(Shape(2, 2, 8, 8), 2, backward=True)
+    plan = cp.masks[0].plan(Shape(2, 2, 8, 8), backward=True)
     attention = StagedAttention(plan, cp.group, 1.0)
     x = torch.randn(1, 2, len(cp.rows), 8)
     result, _ = attention.forward(x, x, x)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_flex.distributed import group_work
 from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.group_collective import group_cast, group_reduce, verify_group_plan
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.key_ranges import needed_ranges
 from magi_flex.distributed.sequence import roll_plan
+from magi_flex.distributed.transport import RowExchange
 from magi_flex.intervals import RowIntervals
 from tests.distributed.world import World
 
@@ -85,8 +89,8 @@ def check_casts_and_reductions(group: dist.ProcessGroup, per_node: int) -> None:
                     assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
                     tolerance = 1e-14 if dtype == torch.float64 else 1e-5
                     torch.testing.assert_close(total.double(), expected[held[rank]], rtol=tolerance, atol=tolerance)
-            if len(plan) == 1:
-                (mean,) = group_reduce([parts[rank]], plan, group, op="mean")
+                result = group_reduce([parts[rank]], plan, group, op="mean", async_op=async_op)
+                (mean,) = result.wait() if async_op else result
                 wanted = (expected / copies.clamp(min=1)[:, None, None])[held[rank]]
                 torch.testing.assert_close(mean.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -113,6 +117,37 @@ def test_casts_and_reductions(world: World, ranks: int, per_node: int) -> None:
     world.run(check_casts_and_reductions, ranks, per_node)
 
 
+def check_two_level_traffic(group: dist.ProcessGroup, per_node: int) -> None:
+    """A row crosses to a node once however many of its ranks want it; on the way back its copies cross as one sum."""
+    rank, ranks = group.rank(), group.size()
+    plan, held, got = _problem(ranks, per_node, rank)
+    crossed: list[int] = []
+
+    class Counting(RowExchange):
+        def __init__(self, tensors: list[Tensor], index: Tensor, send_counts: Tensor, *rest: Any) -> None:
+            super().__init__(tensors, index, send_counts, *rest)
+            elsewhere = torch.arange(ranks) // per_node != rank // per_node
+            crossed.append(int(send_counts[elsewhere].sum()))
+
+    with mock.patch.object(group_work, "RowExchange", Counting):
+        (rows,) = group_cast([_global_rows(torch.float32, ())[held[rank]]], plan, group)
+        sent = sum(crossed)
+        group_reduce([rows], plan, group)
+    totals = torch.tensor([sent, sum(crossed) - sent, len(got[rank])])
+    dist.all_reduce(totals, group=group)
+    unique = 0
+    for first in range(0, ranks, per_node):
+        members = range(first, first + per_node)
+        wanted, own = (set(torch.cat([x[r] for r in members]).tolist()) for x in (got, held))
+        unique += len(wanted - own)
+    assert totals[:2].tolist() == [unique, unique] and unique < totals[2]
+
+
+@pytest.mark.parametrize("ranks,per_node", [(4, 2), (6, 3)])
+def test_two_level_traffic(world: World, ranks: int, per_node: int) -> None:
+    world.run(check_two_level_traffic, ranks, per_node)
+
+
 def check_gradients(group: dist.ProcessGroup, per_node: int) -> None:
     """The loss is a sum over all ranks; its gradient against central differences along a random direction."""
     rank, ranks = group.rank(), group.size()
@@ -133,7 +168,7 @@ def check_gradients(group: dist.ProcessGroup, per_node: int) -> None:
         joined, joined_lse = group_reduce([out, lse], plan, group, op="lse")
         seen = joined_lse > -math.inf
         total = total + (joined * weights[2]).sum() + (joined_lse * weights[3]).masked_fill(~seen, 0).sum()
-        for op in ("sum", "mean")[: 3 - len(plan)]:
+        for op in ("sum", "mean"):
             (summed,) = group_reduce([part], plan, group, op=op)
             total = total + (summed.sin() * weights[4]).sum()
         return total

@@ -14,18 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import magi_flex
+from magi_flex.canonical_mask import CanonicalMaskMod
 from magi_flex.distributed.context_parallel import ContextParallel
-from magi_flex.distributed.workloads import document_mask
+from magi_flex.distributed.timeline import Timeline
+from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import dense_attention_with_gradients
 from tests.distributed.world import World, mesh
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH = 4, 4, 2, 16, 48
-LENGTHS = ([48], [20, 28], [5, 30, 13], [16, 16, 16])
+STEPS = 50
 
 
 def operands(seed: int = 0, kv_heads: int = KV_HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -203,7 +206,8 @@ def test_learned_score_mod(world: World, compiled: bool) -> None:
 
 
 def check_compiled_training(group: dist.ProcessGroup) -> list[str]:
-    """Two layers with two masks, new masks each step: one compilation, the same graph on every rank, with SAC."""
+    """Two layers with two masks, new masks each step: one compilation, the same graph on every rank; selective
+    checkpointing saves the attention, so that each layer's runs once."""
     magi_flex.enable()
     torch._dynamo.reset()
     device_mesh = mesh(group.size(), names=("cp",))
@@ -229,7 +233,8 @@ def check_compiled_training(group: dist.ProcessGroup) -> list[str]:
         return checkpoint(block, q, k, v, masks, use_reentrant=False, context_fn=context)
 
     compiled = torch.compile(layers, fullgraph=True, backend=backend)
-    for step, lengths in enumerate(LENGTHS):
+    for step in range(STEPS):
+        lengths = draw_document_lengths(LENGTH, step, ((1, LENGTH, 1),))
         masks = [document_mask(lengths), document_mask(lengths, window=6)]
         cp = ContextParallel(device_mesh, masks)
         x = operands(step)
@@ -241,9 +246,11 @@ def check_compiled_training(group: dist.ProcessGroup) -> list[str]:
             weights = scores.masked_fill(~mask.to_dense(), -math.inf).softmax(-1)
             expected = expected + (weights @ key_heads[1]).sin()
         expected.backward(x[3].double())
+        cp.timeline = Timeline()
         leaves = [cp.shard(t, 2).detach().requires_grad_() for t in x[:3]]
         out = compiled(*leaves, cp.block_masks)
         out.backward(cp.shard(x[3], 2))
+        assert [span.name for span in cp.timeline.spans()].count("forward local") == len(masks)
         assert_same(cp.unshard(out, 2), expected.detach(), f"step {step} out")
         for leaf, e in zip(leaves, exact, strict=True):
             assert_same(cp.unshard(leaf.grad, 2), e.grad, f"step {step} gradient")
@@ -293,3 +300,104 @@ def check_errors(group: dist.ProcessGroup) -> None:
 
 def test_errors(world: World) -> None:
     world.run(check_errors, 2)
+
+
+def check_own_tensor_of_a_handles_shape(group: dist.ProcessGroup) -> None:
+    """A mask of the user's own that captures an int64 [1, 1, 4] is that mask, wherever it goes."""
+    magi_flex.enable()
+    torch._dynamo.reset()
+    device_mesh = mesh(group.size(), names=("tp",))
+    limits = torch.tensor([[[20, 0, 0, 0]]])
+
+    def mask_mod(limits: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q - k < limits[0, 0, 0])
+
+    mask = create_block_mask(functools.partial(mask_mod, limits), None, None, LENGTH, LENGTH, device="cpu")
+    row = torch.arange(LENGTH)
+    dense = mask_mod(limits, row, row, row[:, None], row)[None, None]
+    x = operands()
+    expected = dense_attention_with_gradients(*x, mask_BHQK=dense)
+    for options in ({}, {"magi_backend": "stock"}):
+        for attend in (flex_attention, torch.compile(flex_attention, fullgraph=True)):
+            out = attend(*x[:3], block_mask=mask, enable_gqa=True, kernel_options=options)
+            assert_same(out, expected.out, str(options))
+    mask.mask_mod = functools.partial(mask_mod, distribute_tensor(limits, device_mesh, [Replicate()]))
+    leaves = [distribute_tensor(t, device_mesh, [Shard(1)]).detach().requires_grad_() for t in x[:3]]
+    out = flex_attention(*leaves, block_mask=mask, enable_gqa=True)
+    out.backward(distribute_tensor(x[3], device_mesh, [Shard(1)]))
+    check(out, leaves, expected, DTensor.full_tensor)
+    cp = ContextParallel(device_mesh, document_mask([LENGTH]))
+    with pytest.raises(Exception, match="must be a ContextParallel's block_mask"):
+        flex_attention(*(cp.shard(t, 2) for t in x[:3]), block_mask=mask, enable_gqa=True)
+
+
+def test_own_tensor_of_a_handles_shape(world: World) -> None:
+    world.run(check_own_tensor_of_a_handles_shape, 2)
+
+
+def check_other_interval_counts(group: dist.ProcessGroup) -> None:
+    """One function, masks of one, two and four intervals a row: Dynamo does not see that shapes of DTensors changed."""
+    magi_flex.enable()
+    torch._dynamo.reset()
+    device_mesh = mesh(group.size(), names=("cp",))
+    x = operands()
+    row = torch.arange(LENGTH)
+    attend = torch.compile(flex_attention, fullgraph=True)
+    for distances in ([0], [0, 9], [0, 4, 9, 20], [0, 9]):
+        dense = torch.stack([row[:, None] - row == d for d in distances]).any(0)[None, None]
+        expected = dense_attention_with_gradients(*x, mask_BHQK=dense)
+        intervals = RowIntervals.from_dense(dense)
+        whole = magi_flex.create_block_mask(
+            lambda b, h, q, k, table=dense[0, 0]: table[q, k], None, None, LENGTH, LENGTH
+        )
+        plan = CanonicalMaskMod.from_plan(MaskPlan(intervals))
+        starts, ends = (distribute_tensor(t, device_mesh, [Replicate()]) for t in (plan.starts, plan.ends))
+        whole.mask_mod = CanonicalMaskMod(starts, ends, LENGTH)
+        cp = ContextParallel(device_mesh, intervals)
+        for function in (flex_attention, attend):
+            out = function(*(cp.shard(t, 2) for t in x[:3]), block_mask=cp.block_mask, enable_gqa=True)
+            assert_same(cp.unshard(out, 2), expected.out, f"sequence, {len(distances)}")
+            heads = [distribute_tensor(t, device_mesh, [Shard(1)]) for t in x[:3]]
+            out = function(*heads, block_mask=whole, enable_gqa=True)
+            assert_same(out.full_tensor(), expected.out, f"heads, {len(distances)}")
+
+
+def test_other_interval_counts(world: World) -> None:
+    world.run(check_other_interval_counts, 2)
+
+
+def check_combined_masks(group: dist.ProcessGroup) -> None:
+    """What a ContextParallel's mask_mod was combined with cannot be lost: an error, eager and compiled."""
+    magi_flex.enable()
+    torch._dynamo.reset()
+    cp = ContextParallel(mesh(group.size(), names=("cp",)), document_mask([LENGTH]))
+    ours = cp.block_mask
+    for combine in (and_masks, or_masks):
+        mask = BlockMask(
+            ours.seq_lengths,
+            *(ours.kv_num_blocks, ours.kv_indices, None, None),
+            *(ours.q_num_blocks, ours.q_indices, None, None),
+            BLOCK_SIZE=ours.BLOCK_SIZE,
+            mask_mod=combine(ours.mask_mod, lambda b, h, q, k: k <= q),
+        )
+        for attend in (flex_attention, torch.compile(flex_attention, fullgraph=True)):
+            with pytest.raises(Exception, match="combines the mask_mod of a ContextParallel"):
+                attend(*(cp.shard(t, 2) for t in operands()[:3]), block_mask=mask, enable_gqa=True)
+
+
+def test_combined_masks_are_refused(world: World) -> None:
+    world.run(check_combined_masks, 2)
+
+
+def check_other_mesh_dimension(group: dist.ProcessGroup) -> None:
+    """The sequence must be shared by the ranks that the plans were made for; shard sizes would not tell."""
+    magi_flex.enable()
+    device_mesh = mesh(2, 2, names=("dp", "cp"))
+    cp = ContextParallel(device_mesh, document_mask([LENGTH]), dim="cp")
+    x = [distribute_tensor(t, device_mesh, [Shard(2), Replicate()]) for t in operands()[:3]]
+    with pytest.raises(Exception, match=r"query: ranks \[\d, \d\] share its sequence, but .* was made for ranks"):
+        flex_attention(*x, block_mask=cp.block_mask, enable_gqa=True)
+
+
+def test_sequence_on_another_mesh_dimension(world: World) -> None:
+    world.run(check_other_mesh_dimension, 4)

@@ -169,6 +169,25 @@ def test_accumulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_within_factor(total.max_score, rounded.max_score, exact.max_score, floor=1e-5)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (64, 64)])
+def test_parts_of_the_keys(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding: few rows, many keys."""
+    monkeypatch.setattr(ffa, "_SPLIT_KEYS", True)
+    for batch, q_len, wide in ((1, 1, False), (3, 5, True), (2, 130, False)):
+        kv_len = 5000
+        q, k, v = inputs((batch, 16, 2, q_len, kv_len, *dims))
+        ends = torch.arange(q_len, dtype=torch.int32).view(1, 1, 1, -1) + kv_len - q_len + 1
+        ends = ends - 700 * torch.arange(batch, dtype=torch.int32).view(-1, 1, 1, 1)
+        starts = ends - 4000
+        if q_len > 4:
+            ends[..., 3] = 0  # an empty row
+        plan = MaskPlan(RowIntervals.build(starts.clamp(min=0), ends.clamp(min=0), kv_len))
+        request = AttentionRequest(q, k, v, on_gpu(plan), 0.1, wide_results=wide)
+        first = check(request, plan.to_dense().cuda())
+        for _ in range(5):
+            assert torch.equal(FfaBackend().forward(request).out, first.out)
+
+
 def test_multiprocessors_left_to_others() -> None:
     dense = make_mask("chunked_local", 1025).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))

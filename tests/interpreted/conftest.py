@@ -6,6 +6,7 @@ Whether ``triton.jit`` interprets or compiles is decided when a kernel is define
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,25 @@ else:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(())))  # type: ignore[attr-defined]
 
     interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+
+    # For every call of a function the interpreter replaces the functions of triton.language, which takes ten
+    # milliseconds; once for each launch and each kind of function (ours, Triton's own) is enough.
+    _patched: set[bool] = set()
+    _launch = interpreter.GridExecutor.__call__
+
+    def _launch_and_forget(self: Any, *args: Any, **kwargs: Any) -> None:
+        _patched.clear()
+        _launch(self, *args, **kwargs)
+
+    def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_library = self.fn.__module__.startswith("triton.")
+        if is_library not in _patched:
+            interpreter._patch_lang(self.fn)
+            _patched.add(is_library)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = _launch_and_forget
+    interpreter.InterpretedFunction.__call__ = _call
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,10 @@ struct Producer {
         }
     }
 
+    FFA_DEVICE int kv_batch(const Item& item) const {
+        return kSplitKeys ? item.batch % params.kv_batch : item.batch;
+    }
+
     FFA_DEVICE void load_k(const Item& item, int key, int limit, bool masked) {
         const int stage = k_ring.stage;
         mbarrier_wait(&shared.k_empty[stage], k_ring.parity ^ 1);
@@ -36,7 +40,7 @@ struct Producer {
 #pragma unroll
         for (int p = 0; p < kPanelsQK; ++p) {
             tma_load_4d(shared.k[stage] + p * kKvTile * kSwizzleQK, params.k, &shared.k_full[stage], p * kSwizzleQK / 2,
-                        key, item.kv_head, item.batch, kEvictLast);
+                        key, item.kv_head, kv_batch(item), kEvictLast);
         }
     }
 
@@ -48,7 +52,7 @@ struct Producer {
 #pragma unroll
         for (int p = 0; p < kPanelsV; ++p) {
             tma_load_4d(shared.v[stage] + p * kKvTile * kSwizzleV, params.v, &shared.v_full[stage], p * kSwizzleV / 2,
-                        pending_key, item.kv_head, item.batch, kEvictLast);
+                        pending_key, item.kv_head, kv_batch(item), kEvictLast);
         }
     }
 

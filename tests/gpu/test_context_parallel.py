@@ -1,0 +1,183 @@
+"""Context parallel attention on GPUs: over NCCL on two of them, or over gloo by two processes that share one.
+
+Skipped without a GPU.  The checks take the device, so that they also run on a CPU:
+
+    python -m tests.gpu.test_context_parallel
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
+
+import magi_flex
+from magi_flex.distributed import ContextParallel, Timeline
+from magi_flex.distributed.group_collective import group_cast, group_reduce, verify_group_plan
+from magi_flex.distributed.group_plan import GroupPlan
+from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION
+from magi_flex.distributed.workloads import document_mask, draw_document_lengths
+from magi_flex.mask_plan import MaskPlan
+from tests.cases.masks import MASKS, make_mask
+from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+ROOT = Path(__file__).parents[2]
+RANKS, DIM, STEPS = 2, 64, 50
+Check = Callable[[DeviceMesh], None]
+
+
+def _serve(rank: int, store: str, device_type: str, check: Check) -> None:
+    options: dict[str, object] = {"timeout": datetime.timedelta(seconds=300)}
+    backend = "gloo"
+    if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if torch.cuda.device_count() >= RANKS:
+            backend, options["device_id"] = "nccl", device
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS, **options)
+    magi_flex.enable()
+    check(init_device_mesh(device_type, (RANKS,), mesh_dim_names=("cp",)))
+    dist.destroy_process_group()
+
+
+def run(check: Check, device_type: str = "cuda") -> None:
+    """``check`` on RANKS processes; raises what any of them raised."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_serve, (f"{folder}/store", device_type, check), RANKS)
+
+
+def operands(mesh: DeviceMesh, batch: int, heads: int, kv_heads: int, length: int) -> list[Tensor]:
+    """q, k, v, d_out in bfloat16; the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(batch, n, length, DIM) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(size, generator=generator).to(torch.bfloat16).to(mesh.device_type) for size in sizes]
+
+
+def check_results(cp: ContextParallel, x: list[Tensor], dense: Tensor, what: str) -> None:
+    leaves = [cp.shard(t, 2).detach().requires_grad_() for t in x[:3]]
+    out = flex_attention(*leaves, block_mask=cp.block_mask, enable_gqa=True)
+    out.backward(cp.shard(x[3], 2))
+    on_cpu = [t.cpu() for t in x]
+    exact = dense_attention_with_gradients(*on_cpu, mask_BHQK=dense)
+    same = dense_attention_with_gradients(*on_cpu, mask_BHQK=dense, dtype=torch.bfloat16)
+    for name, actual in zip(("out", "dq", "dk", "dv"), (out, *(leaf.grad for leaf in leaves)), strict=True):
+        try:
+            assert_within_factor(cp.unshard(actual, 2).cpu(), getattr(same, name), getattr(exact, name))
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {name}: {error}") from error
+
+
+def check_every_mask(mesh: DeviceMesh) -> None:
+    """Two stages; 9 query and 3 key heads where the mask does not say otherwise."""
+    length = 257
+    for i, name in enumerate(MASKS):
+        case = make_mask(name, length)
+        dense = case.dense()
+        heads = 9 if case.heads == 1 else 3 * case.heads
+        if case.heads > 1:
+            dense = dense.repeat_interleave(3, 1)
+        cp = ContextParallel(mesh, MaskPlan.from_dense(dense), forward_stages=2, keep_keys=i % 2 == 0)
+        check_results(cp, operands(mesh, case.batch, heads, 3, length), dense, name)
+
+
+def check_collectives(mesh: DeviceMesh) -> None:
+    """Rows of three dtypes to the other rank and back, with plans on the device, at once and asynchronously."""
+    group, device = mesh.get_group(), mesh.device_type
+    rank = dist.get_rank()
+    plan = GroupPlan.from_splits([2, 3], [[0, 1], [1 - rank]], [2, 2, 3], [0, 1, 1 - rank], RANKS).to(device)
+    verify_group_plan(plan, group)
+    rows = torch.arange(5, device=device) + 10 * rank
+    expected = torch.tensor([0, 1, 10, 11, *(x + 10 * (1 - rank) for x in (2, 3, 4))], device=device)
+    tensors = [rows.bfloat16(), rows[:, None].expand(5, 3).double(), rows]
+    for results in (group_cast(tensors, plan, group), group_cast(tensors, plan, group, async_op=True).wait()):
+        for result, like in zip(results, tensors, strict=True):
+            assert result.dtype == like.dtype
+            assert torch.equal(result.long(), expected.view(-1, *[1] * (like.dim() - 1)).expand(result.shape))
+    (back,) = group_reduce([expected.bfloat16()], plan, group)
+    assert back.dtype == torch.float32
+    assert torch.equal(back.long(), rows * torch.tensor([2, 2, 1, 1, 1], device=device))
+
+
+def check_timeline(mesh: DeviceMesh) -> None:
+    """All lanes are there, and the keys of the next stages are on their way while the local ones are computed."""
+    length = 4096
+    mask = document_mask([length])
+    cp = ContextParallel(mesh, mask, forward_stages=3, backward_stages=3)
+    x = operands(mesh, 1, 8, 2, length)
+    for _ in range(2):
+        cp.timeline = Timeline(mesh.device_type)
+        leaves = [cp.shard(t, 2).detach().requires_grad_() for t in x[:3]]
+        flex_attention(*leaves, block_mask=cp.block_mask, enable_gqa=True).backward(cp.shard(x[3], 2))
+        spans = cp.timeline.spans()
+    assert {span.lane for span in spans} == {COMPUTE, NETWORK, REDUCTION}
+    local = next(span for span in spans if span.name == "forward local")
+    assert sum(span.lane == NETWORK and span.begin < local.end for span in spans) >= 2
+
+
+def check_training(mesh: DeviceMesh) -> None:
+    """New masks each step: one compilation, and memory that does not grow."""
+    length = 512
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(
+        lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask, enable_gqa=True), fullgraph=True, backend=counter
+    )
+    held: list[int] = []
+    for step in range(STEPS):
+        mask = document_mask(draw_document_lengths(length, step, ((1, length, 1),)))
+        cp = ContextParallel(mesh, mask)
+        x = operands(mesh, 1, 4, 2, length)
+        leaves = [cp.shard(t, 2).detach().requires_grad_() for t in x[:3]]
+        compiled(*leaves, cp.block_mask).backward(cp.shard(x[3], 2))
+        if step % 10 == 0:
+            check_results(cp, x, mask.to_dense(), f"step {step}")
+        del cp, leaves
+        if mesh.device_type == "cuda":
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+    assert counter.frame_count == 1, counter.frame_count
+    # a few masks more or less may be alive in the memo, not one for each step
+    assert not held or max(held[STEPS // 2 :]) <= 1.2 * max(held[: STEPS // 2])
+
+
+CHECKS = (check_collectives, check_every_mask, check_timeline, check_training)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_ranks(check: Check) -> None:
+    run(check)
+
+
+def test_example() -> None:
+    """FSDP2 and context parallel attention on all GPUs: the losses of one."""
+    ranks = str(torch.cuda.device_count())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    command += [str(ROOT / "examples" / "train_context_parallel.py"), "--compare-one-rank", "--steps", "5"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the losses agree" in done.stdout
+    assert re.search(r"ranks: loss .* 1 graph compiled", done.stdout)
+
+
+if __name__ == "__main__":
+    for each in CHECKS:
+        run(each, "cpu")
+        print(each.__name__, "passes on a CPU")
