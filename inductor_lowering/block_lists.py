@@ -8,6 +8,7 @@ Shape legend: B batch, H heads (1 = shared), N query blocks, M key blocks, L lis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,38 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.plan_blocks import block_area
+
+
+class KeyRegion(Protocol):
+    """Pairs that a mask is solved in: key intervals of any rows, for ``batch`` and ``heads`` (1 = shared)."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    def rows(self, begin: int, end: int) -> RowIntervals: ...
+
+
+@dataclass(frozen=True)
+class PlanRows:
+    """The pairs of a plan; for one with bit tiles all pairs, of which the plan's own have to be picked by its bits."""
+
+    plan: MaskPlan
+
+    @property
+    def batch(self) -> int:
+        return self.plan.starts.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.plan.starts.shape[1]
+
+    def rows(self, begin: int, end: int) -> RowIntervals:
+        """The intervals of rows [begin, end)."""
+        if self.plan.bit_tiles is not None:
+            return RowIntervals.full(end - begin, self.plan.kv_len, self.plan.device).expand(self.batch, self.heads)
+        rows = self.plan.intervals.take_rows(slice(begin, end))
+        return RowIntervals.build(rows.starts, rows.ends, self.plan.kv_len).trim()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
 
 _IGNORED_OPTIONS = {"layout", "device", "pin_memory"}
-_SAME_VALUE = {"aten::lift_fresh_copy", "aten::lift_fresh", "aten::detach", "aten::alias", "aten::clone"}
 # Which of the two is recorded depends on the dispatcher's state.
 _SAME_OPERATION = {"aten::__and__": "aten::bitwise_and", "aten::__or__": "aten::bitwise_or"}
 
@@ -105,9 +104,6 @@ def expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
         if at in seen:
             return seen[at]
         step = program.steps[at]
-        if step[0] == "call" and step[1] in _SAME_VALUE:
-            seen[at] = visit(step[3][0]["node"])
-            return seen[at]
         entry = _argument(argument_of[at], used) if at in argument_of else _operation(step, operand)
         seen[at] = entries.setdefault(entry, len(entries))
         return seen[at]
@@ -130,9 +126,6 @@ def _argument(number: int, used: list[int]) -> tuple[Any, ...]:
 
 
 def _operation(step: Any, operand: Any) -> tuple[Any, ...]:
-    if step[0] == "literal":  # an uncompiled call's graph holds constants, where a compiled one makes them
-        _, value, dtype = step
-        return ("aten::full", "default", ((), operand(value)), (("dtype", (("dtype", dtype),)),))
     if step[0] != "call":
         return tuple(operand(x) for x in step)
     _, name, overload, args, kwargs = step

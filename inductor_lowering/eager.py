@@ -15,18 +15,22 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from inductor_lowering.tile_program import JOINT_SCALARS, SCORE_SCALARS
 from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
-from inductor_lowering.translate import Stock, backend_choice, mask_spec, refuse_stock_for_sharded, score_spec
+from inductor_lowering.translate import MaskInputs, Stock, backend_choice, refuse_stock_for_sharded, translate
 from magi_flex import ops, plan_memo
 from magi_flex.kernels.layout import fill_order
+from magi_flex.kernels.request import ScoreProgram
 from magi_flex.kernels.route import AUTO
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import MaskSpec
+from magi_flex.op_specs import BuiltMask, ScoreSpec
 from magi_flex.score_steps import Sizes
 
 logger = logging.getLogger("magi_flex")
@@ -34,6 +38,7 @@ logger = logging.getLogger("magi_flex")
 _KEY = DispatchKey.CompositeExplicitAutograd
 _stock_forward = FORWARD_HOP.py_kernels[_KEY]
 _stock_backward = BACKWARD_HOP.py_kernels[_KEY]
+_stock_differentiated_backward = BACKWARD_HOP.py_kernels[DispatchKey.Autograd]
 _backend = AUTO
 MASK_SCALARS = 4  # b, h, q, k
 
@@ -53,8 +58,12 @@ def install(backend: str | None) -> None:
     """Let eager calls use ``backend``, or PyTorch's own math if None."""
     global _backend
     _backend = backend or AUTO
-    for hop, ours, stock in ((FORWARD_HOP, _forward, _stock_forward), (BACKWARD_HOP, _backward, _stock_backward)):
-        hop.py_kernels[_KEY] = stock if backend is None else ours
+    for hop, key, ours, stock in (
+        (FORWARD_HOP, _KEY, _forward, _stock_forward),
+        (BACKWARD_HOP, _KEY, _backward, _stock_backward),
+        (BACKWARD_HOP, DispatchKey.Autograd, _differentiated_backward, _stock_differentiated_backward),
+    ):
+        hop.py_kernels[key] = stock if backend is None else ours
         hop._dispatch_cache.clear()
 
 
@@ -63,17 +72,18 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = HopCall.of_forward(args)
     try:
         backend = backend_choice(call.kernel_options, _backend)
-        mask, *mask_inputs = mask_spec(call, _mask_graph(call))
-        score, *score_inputs = score_spec(call, _score_graph(call), None, ())
+        mask_inputs, (score, *score_inputs) = translate(call, _mask_graph(call), _score_graph(call))
     except Stock as reason:
         return _leave(_stock_forward, call, args, reason)
+    mask, tensors, _ = mask_inputs
     needs_backward = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[:3], *call.score_captures))
-    program = score.build(*score_inputs, _sizes(mask, call), call.q.device)
-    settings = (program, call.scale, backend, needs_backward, fill_order(call.q))
-    plan = mask_inputs[0][0] if mask.sharded else _build(mask, mask_inputs, call.q, call.k)
-    out, lse, max_score = ops.runner_of(mask).run_forward(call.q, call.k, call.v, plan, *settings, call.wants_max_score)
-    if needs_backward and not mask.sharded:
-        plan_memo.remember(plan_memo.storage_key(lse), lse, _identity(mask, call), plan)
+    settings = (call.scale, backend, needs_backward, fill_order(call.q))
+    built = None if mask.sharded else _shared_mask(call, mask_inputs)
+    where, program = _prepared(call, built, tensors, score, score_inputs)
+    run = ops.runner_of(mask).run_forward
+    out, lse, max_score = run(call.q, call.k, call.v, where, program, *settings, call.wants_max_score)
+    if needs_backward and built is not None:
+        plan_memo.remember(plan_memo.storage_key(lse), lse, (mask, _sizes(call)), built)
     return out, lse, max_score
 
 
@@ -83,24 +93,48 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
     needs_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in call.score_captures)
     try:
         backend = backend_choice(call.kernel_options, _backend)
-        mask, *mask_inputs = mask_spec(call, _mask_graph(call))
-        score, *score_inputs = score_spec(call, _score_graph(call), _joint_graph(call), needs_grad)
+        graphs = (_mask_graph(call), _score_graph(call), _joint_graph(call))
+        mask_inputs, (score, *score_inputs) = translate(call, *graphs, needs_grad)
     except Stock as reason:
         return _leave(_stock_backward, call, args, reason)
+    mask, tensors, _ = mask_inputs
     given = (call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse)
-    settings = (
-        *(score.build(*score_inputs, _sizes(mask, call), call.q.device), call.scale, backend),
-        *(fill_order(call.q), fill_order(call.k), fill_order(call.v)),
-    )
-    if mask.sharded:
-        plan = mask_inputs[0][0]
-    else:
-        plan = plan_memo.recall(
-            plan_memo.storage_key(call.lse), _identity(mask, call), lambda: _build(mask, mask_inputs, call.q, call.k)
-        )
-    dq, dk, dv, wanted = ops.runner_of(mask).run_backward(*given, plan, *settings)
+    settings = (call.scale, backend, fill_order(call.q), fill_order(call.k), fill_order(call.v))
+    built = None
+    if not mask.sharded:
+        key, identity = plan_memo.storage_key(call.lse), (mask, _sizes(call))
+        built = plan_memo.recall(key, identity, lambda: _shared_mask(call, mask_inputs))
+    where, program = _prepared(call, built, tensors, score, score_inputs)
+    dq, dk, dv, wanted = ops.runner_of(mask).run_backward(*given, where, program, *settings)
     remaining = iter(wanted)
     return dq, dk, dv, tuple(next(remaining) if needed else None for needed in needs_grad)
+
+
+class _NotTwice(torch.autograd.Function):
+    """The first ``count`` tensors, whose gradients with respect to the others are an error that says so."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            "flex_attention: double backward (gradients of its gradients) is not implemented; detach the first "
+            "gradients, or write the attention with torch.softmax where second derivatives are needed"
+        )
+
+
+def _differentiated_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """The backward as autograd calls it: with ``create_graph`` its results know that they depend on the inputs."""
+    with torch._C._AutoDispatchBelowAutograd():
+        dq, dk, dv, captured = BACKWARD_HOP(*args)
+    inputs = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.requires_grad]
+    if not torch.is_grad_enabled() or not inputs:
+        return dq, dk, dv, captured
+    found = [x for x in (dq, dk, dv, *captured) if x is not None]
+    marked = iter(_NotTwice.apply(len(found), *found, *inputs))
+    return next(marked), next(marked), next(marked), tuple(None if x is None else next(marked) for x in captured)
 
 
 def _leave(stock: Any, call: HopCall, args: Sequence[Any], reason: Stock) -> Any:
@@ -109,17 +143,25 @@ def _leave(stock: Any, call: HopCall, args: Sequence[Any], reason: Stock) -> Any
     return stock(*args)
 
 
-def _identity(mask: MaskSpec, call: HopCall) -> Any:
-    return mask, call.q.shape[:3], call.k.shape[2]
+def _prepared(
+    call: HopCall, built: BuiltMask | None, tensors: Sequence[Any], score: ScoreSpec, inputs: Sequence[Any]
+) -> tuple[MaskPlan | Tensor, ScoreProgram]:
+    """Plan, or the handle of a sharded mask's plans, and score program."""
+    if built is None:  # the mod sees indices of the whole sequence
+        return tensors[0], score.build(*inputs, None, call.q.device)
+    return built.plan, score.build(*inputs, _sizes(call), call.q.device, built.selected)
 
 
-def _sizes(mask: MaskSpec, call: HopCall) -> Sizes | None:
-    """Bounds of the indices that a score mod sees; with a sharded sequence these are not the local lengths."""
-    return None if mask.sharded else (call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2])
+def _sizes(call: HopCall) -> Sizes:
+    return call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
 
 
-def _build(mask: MaskSpec, inputs: Sequence[Any], q: Tensor, k: Tensor) -> MaskPlan:
-    return mask.build(*inputs, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+def _shared_mask(call: HopCall, inputs: MaskInputs) -> BuiltMask:
+    """The mask's plan, one for all layers of a model that use the mask."""
+    mask, tensors, ints = inputs
+    sizes, device = _sizes(call), call.q.device
+    identity = (mask, sizes, device, tuple(ints))
+    return plan_memo.shared(tensors, identity, lambda: mask.build(tensors, ints, *sizes, device))
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -151,17 +193,35 @@ def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor, func
     """
     if not isinstance(mod, GraphModule):
         raise Stock("the mod is called directly, for debugging", chosen=True)
-    kinds = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in captures)
+    scores = () if scalars == MASK_SCALARS else (0, JOINT_SCALARS - 1)
     known = _traced.setdefault(mod, {})
-    key = (scalars, q.dtype, q.device, kinds)
-    if key not in known:
-        example = [torch.zeros((), dtype=torch.int32, device=q.device) for _ in range(scalars)]
-        if scalars != MASK_SCALARS:
-            example[0] = q.new_zeros(())
-        if scalars == JOINT_SCALARS:
-            example[-1] = q.new_zeros(())
-        detached = [x.detach() if isinstance(x, Tensor) else x for x in captures]
-        with torch.no_grad(), item_access_as_index():
-            trace = make_fx(function or mod, _DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True)
-            known[key] = trace(*example, *detached)
-    return known[key]
+    key = (scalars, q.dtype, q.device, tuple((x.shape, x.dtype) if isinstance(x, Tensor) else int for x in captures))
+    if key in known:
+        return known[key]
+    example = [q.new_zeros((), dtype=q.dtype if i in scores else torch.int32) for i in range(scalars)]
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in captures]
+    try:
+        known[key] = _trace(function or mod, [*example, *detached], symbolic=True)
+        return known[key]
+    except GuardOnDataDependentSymNode:  # what the mod does depends on the value of a captured int
+        key = (*key, tuple(x for x in captures if not isinstance(x, Tensor)))
+        if key not in known:
+            known[key] = _trace(function or mod, [*example, *detached], symbolic=False)
+        return known[key]
+
+
+def _trace(function: Any, args: Sequence[Any], symbolic: bool) -> GraphModule:
+    """``symbolic``: the graph is for any values of the ints."""
+    shapes = ShapeEnv()
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    with shapes.ignore_fresh_unbacked_symbols():
+        stand_ins = [
+            fake.from_tensor(x, static_shapes=True)
+            if isinstance(x, Tensor)
+            else shapes.create_unbacked_symint()
+            if symbolic
+            else x
+            for x in args
+        ]
+    with torch.no_grad(), fake, item_access_as_index():
+        return make_fx(function, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*stand_ins)

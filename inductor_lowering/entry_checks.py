@@ -14,6 +14,7 @@ import torch
 import torch.nn.attention.flex_attention as flex_attention_module
 from torch import Tensor
 
+from inductor_lowering import captured_floats
 from inductor_lowering.torch_compat import current_compiler
 from magi_flex.kernels.checks import check_inputs
 
@@ -30,6 +31,7 @@ def install() -> None:
     flex_attention_module._validate_device = _validate_device
     flex_attention_module._apply_kernel_options = _apply_kernel_options
     flex_attention_module._warn_once = _warn_once
+    captured_floats.install(serving)
 
 
 @torch._dynamo.assume_constant_result

@@ -32,9 +32,8 @@ from inductor_lowering.translate import (
     backend_choice,
     in_cuda_graph,
     leave_to_faster_stock,
-    mask_spec,
     refuse_stock_for_sharded,
-    score_spec,
+    translate,
 )
 from magi_flex.kernels.layout import dense_order
 from magi_flex.kernels.tile_plans import builder_choice
@@ -122,8 +121,9 @@ class _Rewriter:
     def _forward(self, node: Node, needs_backward: bool, score_grads: bool) -> None:
         call = HopCall.of_node(node)
         backend = backend_choice(call.kernel_options, self.backend)
-        mask, mask_tensors, mask_ints = mask_spec(call, self._submodule(call.block_mask.mask_mod))
-        score, score_tensors, score_ints = score_spec(call, self._submodule(call.score_mod), None, ())
+        (mask, mask_tensors, mask_ints), (score, score_tensors, score_ints) = translate(
+            call, self._submodule(call.block_mask.mask_mod), self._submodule(call.score_mod)
+        )
         leave_to_faster_stock(call, mask, score, backend, needs_backward, score_grads)
         out, lse, max_score = node.meta["val"]
         wide = magi_flex.ops.stats_dtype(out.dtype)
@@ -166,12 +166,10 @@ class _Rewriter:
     def _backward(self, node: Node) -> None:
         call = HopCall.of_node(node)
         backend = backend_choice(call.kernel_options, self.backend)
-        mask, mask_tensors, mask_ints = mask_spec(call, self._submodule(call.block_mask.mask_mod))
         slots = _captured_gradients(node)
         needs_grad = tuple(bool(slots.get(i)) for i in range(len(call.score_captures)))
-        score, score_tensors, score_ints = score_spec(
-            call, self._submodule(call.score_mod), self._submodule(call.joint_graph), needs_grad
-        )
+        graphs = (self._submodule(x) for x in (call.block_mask.mask_mod, call.score_mod, call.joint_graph))
+        (mask, mask_tensors, mask_ints), (score, score_tensors, score_ints) = translate(call, *graphs, needs_grad)
         leave_to_faster_stock(call, mask, score, backend, True, any(needs_grad))
         dq, dk, dv, captured = node.meta["val"]
         with self.graph.inserting_before(node):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from inductor_lowering.op_result import result_like
-from magi_flex.fx_program import PYTHON_FUNCTIONS, FxProgram
+from magi_flex.fx_program import PYTHON_FUNCTIONS, FxProgram, references
 
 AXES = "bhqk"
 _aten = torch.ops.aten
@@ -37,12 +37,7 @@ _CREATION = {
 # One element in, one element out, though torch does not tag them as pointwise.
 _ELEMENTWISE = {
     "aten::_to_copy",
-    "aten::alias",
-    "aten::clone",
-    "aten::detach",
     "aten::floor_divide",
-    "aten::lift_fresh",
-    "aten::lift_fresh_copy",
     "prims::convert_element_type",
 }
 _REDUCTIONS = {
@@ -393,16 +388,11 @@ class MaskProgram:
 
 
 def _needed_steps(program: FxProgram) -> set[int]:
-    def node_ids(x: Any) -> list[int]:
-        if isinstance(x, dict):
-            return [x["node"]] if "node" in x else [i for y in x.values() for i in node_ids(y)]
-        return [i for y in x for i in node_ids(y)] if isinstance(x, (list, tuple)) else []
-
     needed: set[int] = set()
     for at in reversed(range(len(program.steps))):
         step = program.steps[at]
         if step[0] == "return" or at in needed:
-            needed.update(node_ids(step[1:]))
+            needed.update(references(step[1:]))
     return needed
 
 

@@ -164,8 +164,6 @@ class _Analysis:
     # ---- operators ----------------------------------------------------------------------------------------------
 
     def _combine(self, number: int, name: str, operands: list[_Value]) -> _Value:
-        if name in ("aten::alias", "aten::clone", "aten::detach", "aten::lift_fresh_copy") and len(operands) == 1:
-            return replace(operands[0], step=number)
         if name == "aten::neg":
             return self._scaled(number, operands[0], -1)
         if name in ("aten::add", "aten::sub"):

@@ -28,7 +28,7 @@ _AND = {"bitwise_and", "logical_and", "__and__"}
 _OR = {"bitwise_or", "logical_or", "__or__"}
 _XOR = {"bitwise_xor", "logical_xor", "__xor__"}
 _NOT = {"bitwise_not", "logical_not"}
-_SAME = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy", "convert_element_type"}
+_CONVERSIONS = {"_to_copy", "convert_element_type"}
 # Whole numbers up to these are exact in the floating type.
 _EXACT_UP_TO = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
 
@@ -102,7 +102,7 @@ class _Separator:
         if name == "where":
             condition, left, right = (self.truth(x) for x in step.args)
             return any_of((all_of((condition, left)), all_of((negation(condition), right))))
-        if name in _SAME:
+        if name in _CONVERSIONS:
             return self.truth(step.args[0])
         raise NotSeparable(f"{step.name} of the query and the key")
 
@@ -365,8 +365,7 @@ class _Separator:
             raise NotSeparable(f"{step.name}: rounding of a floating-point value of the query and the key")
         return self.cases(step.args[0])
 
-    _cases_convert_element_type = _cases_alias = _cases_clone = _cases_detach = _cases_to_copy
-    _cases_lift_fresh = _cases_lift_fresh_copy = _cases_to_copy
+    _cases_convert_element_type = _cases_to_copy
 
     # ---- division -------------------------------------------------------------------------------------------------
 

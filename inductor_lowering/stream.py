@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from inductor_lowering.tile_bounds import Verdict
 from inductor_lowering.words import intervals_words
 from magi_flex.bit_tiles import unpack_bits
 from magi_flex.intervals import RowIntervals
@@ -20,6 +21,8 @@ _MAX_GAPS = 4  # a band of keys may be at most this many times as wide as the co
 
 # (rows [begin, end), keys [begin, end)) -> int32 words that broadcast to [B, H, Q, W]
 EvaluateWords = Callable[[tuple[int, int], tuple[int, int]], Tensor]
+# rows [begin, end) -> what is known of the builder's tiles before they are evaluated
+ClassifyTiles = Callable[[tuple[int, int]], Verdict]
 
 
 class RowCollector:
@@ -51,9 +54,10 @@ class RowCollector:
         always: RowIntervals | None,
         first_row: int,
         element_cost: int = 1,
+        classify: ClassifyTiles | None = None,
     ) -> None:
         """The next rows, ``first_row``, ...: see stream_rows."""
-        stream_rows(self._through_builder(), evaluate, domain, always, first_row, element_cost)
+        stream_rows(self._through_builder(), evaluate, domain, always, first_row, element_cost, classify)
 
     def _through_builder(self) -> MaskPlanBuilder:
         if self.builder is None:
@@ -88,10 +92,11 @@ def stream_rows(
     always: RowIntervals | None = None,
     first_row: int = 0,
     element_cost: int = 1,
+    classify: ClassifyTiles | None = None,
 ) -> None:
     """Give rows ``first_row``, ... of the mask to the builder: (domain AND evaluate) OR always.
 
-    Without ``evaluate`` every pair of the domain attends.
+    Without ``evaluate`` every pair of the domain attends.  Tiles that ``classify`` knows are not evaluated.
     ``element_cost`` is how many values the program holds for one pair; tiles shrink by it.
     """
     budget = TILE_ELEMENTS // max(1, builder.batch * builder.heads * element_cost)
@@ -104,7 +109,7 @@ def stream_rows(
         end = min(domain.q_len, begin + rows_at_once)
         band = domain.take_rows(slice(begin, end))
         band_always = always.take_rows(slice(begin, end)) if always is not None else None
-        _stream_band(builder, evaluate, band, band_always, first_row + begin, budget)
+        _stream_band(builder, evaluate, band, band_always, first_row + begin, budget, classify)
 
 
 def _stream_band(
@@ -114,38 +119,52 @@ def _stream_band(
     always: RowIntervals | None,
     first_row: int,
     budget: int,
+    classify: ClassifyTiles | None,
 ) -> None:
-    rows, kv_len = domain.q_len, domain.kv_len
+    rows, kv_len, kv_tile = domain.q_len, domain.kv_len, builder.kv_tile
     lead = (builder.batch, builder.heads, rows)
-    spans = _active_keys(domain if always is None else domain.union(always), builder.kv_tile)
+    wanted_C, certain_C = _active_columns(domain, kv_tile), torch.zeros((), dtype=torch.bool)
+    if classify is not None:
+        verdict = classify((first_row, first_row + rows))
+        wanted_C = wanted_C & verdict.possible.any((0, 1, 2))
+        certain_C = verdict.certain.all((0, 1, 2))
+    if always is not None:
+        wanted_C = wanted_C | _active_columns(always, kv_tile)
+    certain_C = certain_C.to(wanted_C.device).expand(wanted_C.shape)
+    spans = [
+        (begin * kv_tile, min(end * kv_tile, kv_len), certain)
+        for certain, columns in ((False, wanted_C & ~certain_C), (True, wanted_C & certain_C))
+        for begin, end in _runs(columns)
+    ]
     if not spans:
         builder.add_intervals(RowIntervals.empty(rows, kv_len, domain.starts.device))
         return
-    keys_at_once = max(1, budget // (rows * builder.kv_tile)) * builder.kv_tile
+    spans.sort()
+    keys_at_once = max(1, budget // (rows * kv_tile)) * kv_tile
 
-    def tile(begin: int, end: int) -> Tensor:
+    def tile(begin: int, end: int, certain: bool) -> Tensor:
         words = intervals_words(domain, (begin, end))
-        if evaluate is not None:
+        if evaluate is not None and not certain:
             words = words & evaluate((first_row, first_row + rows), (begin, end))
         return words if always is None else words | intervals_words(always, (begin, end))
 
     first, last = spans[0][0], spans[-1][1]
-    if last - first <= _MAX_GAPS * sum(end - begin for begin, end in spans):
+    if last - first <= _MAX_GAPS * sum(end - begin for begin, end, _ in spans):
         band_BHQW = torch.zeros(*lead, -(-(last - first) // 32), dtype=torch.int32, device=domain.starts.device)
-        for begin, end in _split(spans, keys_at_once):
-            band_BHQW[..., (begin - first) // 32 : -(-(end - first) // 32)] = tile(begin, end)
+        for begin, end, certain in _split(spans, keys_at_once):
+            band_BHQW[..., (begin - first) // 32 : -(-(end - first) // 32)] = tile(begin, end, certain)
         builder.add_words(band_BHQW, first)
         return
     parts = []
-    for begin, end in _split(spans, keys_at_once):
-        mask_BHQK = unpack_bits(tile(begin, end))[..., : end - begin]
+    for begin, end, certain in _split(spans, keys_at_once):
+        mask_BHQK = unpack_bits(tile(begin, end, certain))[..., : end - begin]
         parts.append(RowIntervals.from_dense(mask_BHQK.expand(*lead, end - begin)).shift(begin, kv_len))
     starts, ends = (torch.cat([getattr(x, name) for x in parts], 2) for name in ("starts", "ends"))
     builder.add_intervals(RowIntervals.build(starts, ends, kv_len))
 
 
-def _active_keys(domain: RowIntervals, kv_tile: int) -> list[tuple[int, int]]:
-    """Spans of whole key tiles (the last one may be short) in which any row of ``domain`` attends."""
+def _active_columns(domain: RowIntervals, kv_tile: int) -> Tensor:
+    """Bool ``[C]``: the key tiles in which any row of ``domain`` attends."""
     used = domain.ends > domain.starts
     columns = -(-domain.kv_len // kv_tile)
     steps_C = torch.zeros(columns + 1, dtype=torch.int64, device=domain.starts.device)
@@ -153,11 +172,16 @@ def _active_keys(domain: RowIntervals, kv_tile: int) -> list[tuple[int, int]]:
     one = torch.ones((), dtype=torch.int64, device=starts.device)
     steps_C.index_add_(0, starts // kv_tile, one.expand(len(starts)))
     steps_C.index_add_(0, (ends - 1) // kv_tile + 1, -one.expand(len(ends)))
-    active_C = torch.nn.functional.pad((steps_C.cumsum(0) > 0).to(torch.int8), (1, 1)).diff().tolist()
-    rises = [i for i, step in enumerate(active_C) if step == 1]
-    falls = [i for i, step in enumerate(active_C) if step == -1]
-    return [(a * kv_tile, min(b * kv_tile, domain.kv_len)) for a, b in zip(rises, falls, strict=True)]
+    return steps_C.cumsum(0)[:columns] > 0
 
 
-def _split(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    return [(at, min(end, at + size)) for begin, end in spans for at in range(begin, end, size)]
+def _runs(active_C: Tensor) -> list[tuple[int, int]]:
+    """Runs [begin, end) of the true columns."""
+    steps = torch.nn.functional.pad(active_C.to(torch.int8), (1, 1)).diff().tolist()
+    rises = [i for i, step in enumerate(steps) if step == 1]
+    falls = [i for i, step in enumerate(steps) if step == -1]
+    return list(zip(rises, falls, strict=True))
+
+
+def _split(spans: list[tuple[int, int, bool]], size: int) -> list[tuple[int, int, bool]]:
+    return [(at, min(end, at + size), certain) for begin, end, certain in spans for at in range(begin, end, size)]

@@ -21,6 +21,8 @@ JOINT_SCALARS = 6  # and the gradient of the result
 
 _ELEMENTWISE_WITHOUT_TAG = {
     "aten::floor_divide",
+    "aten::hardshrink_backward",
+    "aten::masked_fill",
     "aten::rsub",
     "aten::_to_copy",
     "aten::alias",
@@ -36,6 +38,7 @@ _ELEMENTWISE_WITHOUT_TAG = {
     "aten::new_full",
     "aten::new_zeros",
     "aten::new_ones",
+    "aten::softshrink_backward",
     "prims::convert_element_type",
 }
 _SHAPE_ONLY = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::expand", "aten::detach", "aten::squeeze"}

@@ -14,19 +14,34 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from inductor_lowering.block_lists import BlockRows, lists_agree
+from inductor_lowering.block_lists import BlockRows, KeyRegion, PlanRows, lists_agree
 from inductor_lowering.canonical import find_canonical
 from inductor_lowering.capture import MaskMod, trace_mask_mod
-from inductor_lowering.mask_program import MaskProgram
+from inductor_lowering.mask_program import MaskProgram, UnsupportedMask
 from inductor_lowering.separate import separate
 from inductor_lowering.solve import Solver
 from inductor_lowering.stream import RowCollector
+from inductor_lowering.tile_bounds import TileBounds, Verdict
 from inductor_lowering.words import WordEvaluator, pack_keys
 from magi_flex.bit_tiles import unpack_bits
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
-from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_plan import MaskPlan, MaskPlanBuilder
 from magi_flex.plan_blocks import dense_tile
+
+__all__ = [
+    "BlockRows",
+    "PlanReport",
+    "UnsupportedMask",
+    "block_mask_plan_with_report",
+    "plan_from_block_mask",
+    "plan_from_lists",
+    "plan_from_mask_mod",
+    "plan_from_program",
+    "plan_with_report",
+    "restrict_by_program",
+    "restrict_plan",
+]
 
 ROWS_AT_ONCE = 1 << 14  # a multiple of the builder's row tile
 logger = logging.getLogger("magi_flex")
@@ -179,34 +194,59 @@ def plan_with_report(
             plan = restrict_plan(plan, domain or BlockRows.full(q_len, kv_len, device), always)
         return plan, PlanReport(rules=["canonical"])
     mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
-    domain = domain or BlockRows.full(q_len, kv_len, device)
-    solver, formula = Solver(mask), separate(mask)
     report = PlanReport()
-    evaluator, depends = WordEvaluator(mask), mask.steps[mask.result].depends
+    plan = _solve(mask, domain or BlockRows.full(q_len, kv_len, device), always, None, report)
+    logger.debug("mask plan: %s; rules: %s; reasons: %s", report.path, report.rules, report.reasons)
+    return plan, report
+
+
+def restrict_by_program(
+    plan: MaskPlan, program: FxProgram, captures: Sequence[Any], batch: int, heads: int
+) -> MaskPlan:
+    """The plan AND a program ``(b, h, q, k, *captures) -> bool``; ``batch`` and ``heads`` are the query's.
+
+    Raises IndexError where the program reads a table out of bounds, UnsupportedMask as plan_from_program does.
+    """
+    mask = MaskProgram(program, captures, batch, heads, plan.q_len, plan.kv_len, plan.device)
+    bits = None if plan.bit_tiles is None else plan
+    return _solve(mask, PlanRows(plan), None, bits, PlanReport())
+
+
+def _solve(
+    mask: MaskProgram, domain: KeyRegion, always: KeyRegion | None, bits: MaskPlan | None, report: PlanReport
+) -> MaskPlan:
+    """(domain AND program) OR always; where ``bits`` is given, its pairs only, whatever the domain."""
+    q_len, kv_len = mask.sizes["q"], mask.sizes["k"]
+    solver, formula, evaluator = Solver(mask), separate(mask), WordEvaluator(mask)
+    depends = mask.steps[mask.result].depends
     regions = [domain] if always is None else [domain, always]
-    plan_batch = max([batch if "b" in depends else 1, *(x.batch for x in regions)])
-    plan_heads = max([heads if "h" in depends else 1, *(x.heads for x in regions)])
-    rows = RowCollector(plan_batch, plan_heads, q_len, kv_len, device)
+    plan_batch = max([mask.sizes["b"] if "b" in depends else 1, *(x.batch for x in regions)])
+    plan_heads = max([mask.sizes["h"] if "h" in depends else 1, *(x.heads for x in regions)])
+
+    def words(row_range: tuple[int, int], key_range: tuple[int, int]) -> Tensor:
+        found = evaluator.evaluate(formula, row_range, key_range)
+        return found if bits is None else found & pack_keys(dense_tile(bits, row_range, key_range))
+
+    tile_bounds = TileBounds(mask, MaskPlanBuilder.q_tile, MaskPlanBuilder.kv_tile)
+
+    def classify(row_range: tuple[int, int]) -> Verdict:
+        verdict = tile_bounds.classify(formula, row_range)
+        return verdict if bits is None else Verdict(verdict.possible, torch.zeros_like(verdict.certain))
+
+    rows = RowCollector(plan_batch, plan_heads, q_len, kv_len, mask.device)
     for begin in range(0, q_len, ROWS_AT_ONCE):
         end = min(q_len, begin + ROWS_AT_ONCE)
         inside, reasons = solver.solve(formula, domain.rows(begin, end), begin)
         outside = None if always is None else always.rows(begin, end)
-        if reasons:
-            for reason in reasons:
-                report.streamed(reason)
-            rows.stream(
-                lambda row_range, key_range: evaluator.evaluate(formula, row_range, key_range),
-                inside,
-                outside,
-                begin,
-                mask.element_cost,
-            )
+        for reason in reasons:
+            report.streamed(reason)
+        if reasons or bits is not None:
+            rows.stream(words, inside, outside, begin, mask.element_cost, classify)
         else:
             rows.add(inside if outside is None else inside.union(outside))
     for rule in solver.rules:
         report.used(rule)
-    logger.debug("mask plan: %s; rules: %s; reasons: %s", report.path, report.rules, report.reasons)
-    return rows.finish(), report
+    return rows.finish()
 
 
 def restrict_plan(plan: MaskPlan, domain: BlockRows, always: BlockRows | None = None) -> MaskPlan:

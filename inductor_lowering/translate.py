@@ -6,6 +6,8 @@ Works on a graph's nodes (compiled) and on real tensors (eager) alike.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from inductor_lowering.score_analysis import recognise
+from inductor_lowering.score_select import Selection, split_selection
 from inductor_lowering.sharded_masks import is_sharded
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.request import RequestFacts
-from magi_flex.kernels.route import AUTO, check_choice, route, stock_is_faster
+from magi_flex.kernels.route import AUTO, call_facts, check_choice, route, stock_is_faster
 from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
@@ -54,23 +57,59 @@ def backend_choice(kernel_options: dict[str, Any], default: str) -> str:
                 f"give one of them"
             )
         raise Stock(f"kernel_options ask for PyTorch's own kernel ({stock})", chosen=True)
-    return check_choice(default if ours is None else ours)
+    return check_choice(default if ours is None else ours, STOCK)
 
 
-def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any], list[Any]]:
-    """(spec, tensors, ints) of the call's mask, as MaskSpec describes them."""
-    try:
-        program = FxProgram.from_graph(mask_mod)
-    except UnsupportedProgram as error:
-        raise Stock(f"mask_mod: {error}") from error
+MaskInputs = tuple[MaskSpec, list[Any], list[Any]]  # with the tensors and ints that a MaskSpec describes
+ScoreInputs = tuple[ScoreSpec, list[Any], list[Any]]
+
+
+def translate(
+    call: HopCall,
+    mask_mod: GraphModule,
+    score_mod: GraphModule,
+    joint: GraphModule | None = None,
+    needs_grad: tuple[bool, ...] = (),
+) -> tuple[MaskInputs, ScoreInputs]:
+    """What our ops take for the call's mask and score mod.
+
+    A score mod that gives minus infinity outside of a condition makes that a part of the mask.
+
+    Raises Stock for what cannot be translated.
+    """
+    mask = _program("mask_mod", FxProgram.from_graph, mask_mod)
+    forward = _program("score_mod", score_program, score_mod)
+    backward = None if joint is None else _program("score_mod", joint_program, joint).to_json()
     handle = find_handle(mask_mod, call.mask_captures)
+    if handle is not None and not is_sharded(
+        mask, [x.meta["val"] if isinstance(x, Node) else x for x in call.mask_captures]
+    ):
+        raise ValueError(
+            "block_mask: combines the mask_mod of a ContextParallel with something else, which would be lost; "
+            "combine the masks first and give the result to ContextParallel"
+        )
+    selection = split_selection(forward) if handle is None else None
+    if selection is not None and selection.reads_tables and _value(call.q).device.type != "cpu":
+        selection = None  # reading out of bounds, at pairs that the mask leaves out, could not be caught
+    order, tensors, ints = split_captures(call.score_captures)
+    score: ScoreInputs = ScoreSpec(), [], []
+    if forward.steps[-1] != ["return", {"node": 0}] or any(needs_grad):
+        recipe = recognise(forward if selection is None else selection.rest, order)
+        steps = None if recipe is None else json.dumps(recipe)
+        score = ScoreSpec(forward.to_json(), backward, order, needs_grad, steps), tensors, ints
     if handle is not None:
-        if not is_sharded(program, [x.meta["val"] if isinstance(x, Node) else x for x in call.mask_captures]):
-            raise ValueError(
-                "block_mask: combines the mask_mod of a ContextParallel with something else, which would be lost; "
-                "combine the masks first and give the result to ContextParallel"
-            )
-        return MaskSpec(None, "t", sharded=True), [call.mask_captures[handle]], []
+        return (MaskSpec(None, "t", sharded=True), [call.mask_captures[handle]], []), score
+    return _mask_inputs(call, mask, selection), score
+
+
+def _program(name: str, make: Callable[[GraphModule], FxProgram], graph: GraphModule) -> FxProgram:
+    try:
+        return make(graph)
+    except UnsupportedProgram as error:
+        raise Stock(f"{name}: {error}") from error
+
+
+def _mask_inputs(call: HopCall, program: FxProgram, selection: Selection | None) -> MaskInputs:
     args = call.block_mask
     lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
     if lists and args.full_kv_num_blocks is not None:
@@ -78,30 +117,18 @@ def mask_spec(call: HopCall, mask_mod: GraphModule) -> tuple[MaskSpec, list[Any]
     always_true = _is_always_true(program)
     order, tensors, ints = split_captures(() if always_true else call.mask_captures)
     spec = MaskSpec(None if always_true else program.to_json(), order, bool(lists), len(lists) == 4)
-    return spec, [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
+    tensors, ints = [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
+    if selection is not None:
+        order, more_tensors, more_ints = split_captures([call.score_captures[i] for i in selection.captures])
+        spec = replace(spec, selection=selection.condition.to_json(), selection_order=order)
+        tensors, ints = [*tensors, *more_tensors], [*ints, *more_ints]
+    return spec, tensors, ints
 
 
 def refuse_stock_for_sharded(call: HopCall, mask_mod: Any, reason: Stock) -> None:
     """PyTorch's own kernels know nothing of other ranks, so such a call cannot be left to them."""
     if isinstance(mask_mod, GraphModule) and find_handle(mask_mod, call.mask_captures) is not None:
         raise RuntimeError(f"flex_attention over a sharded sequence cannot be left to PyTorch: {reason}")
-
-
-def score_spec(
-    call: HopCall, score_mod: GraphModule, joint: GraphModule | None, needs_grad: tuple[bool, ...]
-) -> tuple[ScoreSpec, list[Any], list[Any]]:
-    """(spec, tensors, ints) of the call's score mod."""
-    try:
-        forward = score_program(score_mod)
-        if forward.steps[-1] == ["return", {"node": 0}] and not any(needs_grad):
-            return ScoreSpec(), [], []
-        backward = None if joint is None else joint_program(joint).to_json()
-    except UnsupportedProgram as error:
-        raise Stock(f"score_mod: {error}") from error
-    order, tensors, ints = split_captures(call.score_captures)
-    recipe = recognise(forward, order)
-    steps = None if recipe is None else json.dumps(recipe)
-    return ScoreSpec(forward.to_json(), backward, order, needs_grad, steps), tensors, ints
 
 
 def leave_to_faster_stock(
@@ -111,7 +138,7 @@ def leave_to_faster_stock(
 
     Looks at nothing that forward and backward of one call could see differently, so that both go the same way.
     """
-    facts = call_facts(call, score, needs_backward, score_grads)
+    facts = _graph_facts(call, score, needs_backward, score_grads)
     if backend != AUTO or mask.sharded or facts is None:
         return
     reason = stock_is_faster(facts)
@@ -119,7 +146,7 @@ def leave_to_faster_stock(
         raise Stock(f"its kernel is faster than those of ours that serve the call ({reason})", chosen=True)
 
 
-def call_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grads: bool) -> RequestFacts | None:
+def _graph_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grads: bool) -> RequestFacts | None:
     """What routing may look at, as far as a graph tells; None where head dims are not known."""
     q, k, v = (x.meta["val"] for x in (call.q, call.k, call.v))
     if not all(isinstance(x.shape[3], int) for x in (q, v)):
@@ -130,19 +157,14 @@ def call_facts(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grad
         steps = None if score.recipe is None else step_types(json.loads(score.recipe))
         if steps is None:
             ops = score_ops(FxProgram.from_json(score.forward), SCORE_ARGUMENTS)
-    return RequestFacts(
-        device=q.device,
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        q_heads=None,
-        kv_heads=None,
-        score_steps=steps,
-        score_grads=score_grads,
+    return call_facts(
+        q.device,
+        (q.dtype, k.dtype, v.dtype),
+        (q.shape[3], v.shape[3]),
+        None,
+        steps,
         needs_backward=needs_backward,
-        has_bit_tiles=False,  # known only when the plan is made
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        mixed_dtypes=not q.dtype == k.dtype == v.dtype,
+        score_grads=score_grads,  # bit tiles are known only when the plan is made
         max_score=call.wants_max_score,
         score_ops=ops,
     )
@@ -153,13 +175,18 @@ def in_cuda_graph(call: HopCall, score: ScoreSpec, backend: str, needs_backward:
 
     Looks at nothing that forward and backward of one call could see differently.
     """
-    facts = call_facts(call, score, needs_backward, score_grads)
+    facts = _graph_facts(call, score, needs_backward, score_grads)
     if not inductor_config.triton.cudagraphs or facts is None or objection(facts.device, has_bit_tiles=False):
         return False
     try:
         return route(facts, backend).never_waits
     except ValueError:  # the chosen backend does not serve the call, which it says when it runs
         return False
+
+
+def _value(x: Any) -> Any:
+    """What a node computes, as a fake; anything else is its own value."""
+    return x.meta["val"] if isinstance(x, Node) else x
 
 
 def _is_always_true(program: FxProgram) -> bool:

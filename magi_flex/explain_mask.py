@@ -12,7 +12,7 @@ from inductor_lowering.capture import MaskMod, trace_mask_mod
 from inductor_lowering.to_intervals import PlanReport, block_mask_plan_with_report, plan_with_report
 from magi_flex import tile_map
 from magi_flex.kernels.request import RequestFacts
-from magi_flex.kernels.route import explain_route, stock_is_faster
+from magi_flex.kernels.route import call_facts, explain_route, stock_is_faster
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import MaskSpec, split_captures
@@ -178,15 +178,12 @@ def explain(
         raise ValueError(f"heads: {heads} given; query heads must be a multiple of key/value heads")
     device = _device(mask, device)
     plan, report, stock_nbytes = _solve(mask, q_len, kv_len, B, H, device)
-    facts = RequestFacts(
-        device=device,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
-        q_heads=heads[0],
-        kv_heads=heads[1],
-        score_steps=(),
-        score_grads=False,
+    facts = call_facts(
+        device,
+        (dtype, dtype, dtype),
+        (head_dim, head_dim if v_head_dim is None else v_head_dim),
+        heads,
+        (),
         needs_backward=training,
         has_bit_tiles=plan.bit_tiles is not None,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ _IDENTITIES = {
     _DETACH_IN_PLACE,
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
@@ -98,7 +99,7 @@ class FxProgram:
 
     def references(self, step: int) -> list[int]:
         """The steps whose values ``step`` reads."""
-        return _references(self.steps[step][1:])
+        return references(self.steps[step][1:])
 
     def part(self, known: Sequence[int], outputs: Sequence[int | None]) -> FxProgram:
         """The program that takes the values of the steps ``known`` as arguments and returns those of ``outputs``."""
@@ -111,6 +112,17 @@ class FxProgram:
         steps = [["arg"] for _ in known] + [_renumber(self.steps[n], renumbered) for n in rest]
         returned = [None if x is None else {"node": renumbered[x]} for x in outputs]
         return FxProgram((*steps, ["return", returned]))
+
+    def with_reference(self, step: int, instead: int) -> FxProgram:
+        """The program in which the value of step ``instead`` is used wherever that of ``step`` was."""
+        numbers = {n: instead if n == step else n for n in range(len(self.steps))}
+        return FxProgram(tuple(_renumber(s, numbers) for s in self.steps))
+
+    def without_arguments(self, unused: Collection[int]) -> FxProgram:
+        """The program without these argument steps, which nothing refers to."""
+        kept = [n for n in range(len(self.steps)) if n not in unused]
+        renumbered = {old: new for new, old in enumerate(kept)}
+        return FxProgram(tuple(_renumber(self.steps[n], renumbered) for n in kept))
 
     def run(
         self,
@@ -188,10 +200,11 @@ def _index(source: Tensor, indices: list[Tensor], attended: Tensor | None) -> Te
         return torch.ops.aten.index.Tensor(source, [torch.where(attended, i, 0) for i in indices])
 
 
-def _references(x: Any) -> list[int]:
+def references(x: Any) -> list[int]:
+    """The steps that an operand, or part of a step, refers to."""
     if isinstance(x, dict):
-        return [x["node"]] if "node" in x else [n for y in x.values() for n in _references(y)]
-    return [n for y in x for n in _references(y)] if isinstance(x, (list, tuple)) else []
+        return [x["node"]] if "node" in x else [n for y in x.values() for n in references(y)]
+    return [n for y in x for n in references(y)] if isinstance(x, (list, tuple)) else []
 
 
 def _renumber(x: Any, numbers: dict[int, int]) -> Any:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
 from magi_flex.score_steps import Sizes, build_steps
+
+logger = logging.getLogger("magi_flex")
 
 
 def split_captures(captures: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -43,11 +46,20 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
 
 
 @dataclass(frozen=True)
+class BuiltMask:
+    """A mask's plan, and whether it holds the score mod's selection (MaskSpec.selection)."""
+
+    plan: MaskPlan
+    selected: bool = True
+
+
+@dataclass(frozen=True)
 class MaskSpec:
     """A mask as stock FlexAttention means it: block lists AND mask_mod on partial blocks, lists alone on full ones.
 
     Tensors: the lists (kv_num_blocks, kv_indices and, with ``full_lists``, full_kv_num_blocks, full_kv_indices), then
-    the mask_mod's captures.  Ints: the block sizes (q_block, kv_block) of the lists, then captures.
+    the mask_mod's captures, then the selection's.  Ints: the block sizes (q_block, kv_block) of the lists, then
+    captures in the same order.
 
     Attributes:
         program: FxProgram JSON of the mask_mod; None where it is true everywhere.
@@ -56,6 +68,9 @@ class MaskSpec:
         full_lists: whether there are lists of full blocks as well.
         sharded: the sequence is shared by ranks; the only tensor is the handle of the mask's plans
             (magi_flex/distributed/context_mask.py).
+        selection: FxProgram JSON of a condition (b, h, q, k, *captures) outside of which the score mod gives minus
+            infinity (inductor_lowering/score_select.py), or None.
+        selection_order: how its captured tensors and ints interleave.
     """
 
     program: str | None
@@ -63,10 +78,12 @@ class MaskSpec:
     lists: bool = False
     full_lists: bool = False
     sharded: bool = False
+    selection: str | None = None
+    selection_order: str = ""
 
     @property
     def is_full(self) -> bool:
-        return self.program is None and not self.lists and not self.sharded
+        return self.program is None and not self.lists and not self.sharded and self.selection is None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -85,15 +102,39 @@ class MaskSpec:
         q_len: int,
         kv_len: int,
         device: torch.device,
-    ) -> MaskPlan:
-        """The exact plan.  With device-built plans, nothing is read from the device where it does not have to be."""
-        from inductor_lowering.to_intervals import BlockRows, plan_from_lists, plan_with_report
+    ) -> BuiltMask:
+        """The exact plan, without the selection where that reads a table out of bounds.
+
+        The mask may leave out such pairs; then the score mod's own graph, which looks at attended pairs only, selects.
+        """
+        from inductor_lowering.to_intervals import UnsupportedMask, restrict_by_program
 
         sizes = (batch, heads, q_len, kv_len)
+        if self.selection is None:
+            return BuiltMask(self._mask_plan(tensors, ints, sizes, device))
+        mask_tensors, mask_ints = (
+            values[: len(values) - self.selection_order.count(kind)] for kind, values in (("t", tensors), ("i", ints))
+        )
+        captures = join_captures(self.selection_order, tensors[len(mask_tensors) :], ints[len(mask_ints) :])
+        plan = self._mask_plan(mask_tensors, mask_ints, sizes, device)
+        try:
+            return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, batch, heads))
+        except (IndexError, UnsupportedMask) as error:
+            logger.info("score_mod: its -inf selection is not made part of the mask: %s", error)
+            return BuiltMask(plan, selected=False)
+
+    def _mask_plan(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
+    ) -> MaskPlan:
+        """The plan without the selection.  Device-built plans read nothing from the device if they need not."""
+        from inductor_lowering.to_intervals import BlockRows, plan_from_lists, plan_with_report
+
+        batch, heads, q_len, kv_len = sizes
+        own = self if self.selection is None else replace(self, selection=None, selection_order="")
         if objection(device, has_bit_tiles=False) is None and not isinstance(
-            self.static_shape(tensors, ints, *sizes), str
+            own.static_shape(tensors, ints, *sizes), str
         ):
-            intervals, agrees = self.static_intervals(tensors, ints, *sizes, device)
+            intervals, agrees = own.static_intervals(tensors, ints, *sizes, device)
             if agrees is None or bool(agrees):
                 return MaskPlan(intervals)
         partial = full = None
@@ -122,6 +163,8 @@ class MaskSpec:
 
         if self.sharded:
             return "a sequence shared by ranks"
+        if self.selection is not None:
+            return "a condition of the score mod"
         if not all(isinstance(size, int) for x in tensors for size in x.shape):
             return "a size that is not known"
         with unset_fake_temporarily():
@@ -180,7 +223,8 @@ class ScoreSpec:
         forward, joint: FxProgram JSON of the two graphs (see ScoreProgram); both None for the identity.
         order: how captured tensors and ints interleave.
         needs_grad: for each capture, whether its gradient is wanted.
-        recipe: JSON of the simple steps that the score mod consists of (score_steps.py), or None.
+        recipe: JSON of the simple steps that the score mod consists of (score_steps.py), or None; for the pairs that
+            the mask's selection leaves, if it has one.
     """
 
     forward: str | None = None
@@ -199,17 +243,23 @@ class ScoreSpec:
         return ScoreSpec(**{**record, "needs_grad": tuple(record["needs_grad"])})
 
     def build(
-        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes | None, device: torch.device
+        self,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int],
+        sizes: Sizes | None,
+        device: torch.device,
+        selected: bool = True,
     ) -> ScoreProgram:
         """``sizes`` (batch, heads, queries, keys) bound the indices that the mod sees; None: not known here.
 
-        Steps are for kernels that give no gradients of captures, so they are left out where one is wanted.
+        ``selected``: BuiltMask.selected of the mask.  Steps are for kernels that give no gradients of captures, so they
+        are left out where one is wanted.
         """
         if self.forward is None:
             return ScoreProgram()
         captures = join_captures(self.order, tensors, ints)
         steps = None
-        if self.recipe is not None and sizes is not None and not any(self.needs_grad):
+        if self.recipe is not None and selected and sizes is not None and not any(self.needs_grad):
             steps = build_steps(_recipe(self.recipe), captures, sizes, device)
         return ScoreProgram(
             steps=steps,

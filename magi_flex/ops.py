@@ -24,7 +24,7 @@ from magi_flex.kernels.plan_cache import nothing_kept
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import MaskSpec, ScoreSpec
+from magi_flex.op_specs import BuiltMask, MaskSpec, ScoreSpec
 
 _library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
 
@@ -83,10 +83,10 @@ def plan_handle(
     device: torch.device,
 ) -> Tensor:
     """int64 [1] on the CPU: the key of the mask's plan, which lives as long as this tensor's memory."""
-    plan = MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
+    mask = MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
     key = plan_memo.new_key()
     handle = torch.tensor([key], dtype=torch.int64)
-    plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), plan)
+    plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), mask)
     return handle
 
 
@@ -95,12 +95,12 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-def _plan(
+def _built_mask(
     handle: Tensor | None, tensors: Sequence[Tensor], ints: Sequence[int], spec: str, q: Tensor, k: Tensor
-) -> MaskPlan:
+) -> BuiltMask:
     lengths = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
-    def build() -> MaskPlan:
+    def build() -> BuiltMask:
         return MaskSpec.from_json(spec).build(tensors, ints, *lengths, q.device)
 
     return build() if handle is None else plan_memo.recall(int(handle), (spec, *lengths), build)
@@ -237,10 +237,13 @@ def _prepared(
 ) -> tuple[Runner, MaskPlan | Tensor, ScoreProgram]:
     """(who computes, plan or handle, score program)"""
     spec = MaskSpec.from_json(mask)
-    sizes = None if spec.sharded else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    where = mask_tensors[0] if spec.sharded else _plan(plan, mask_tensors, mask_ints, mask, q, k)
-    return runner_of(spec), where, program
+    if spec.sharded:
+        program = ScoreSpec.from_json(score).build(score_tensors, score_ints, None, q.device)
+        return runner_of(spec), mask_tensors[0], program
+    built = _built_mask(plan, mask_tensors, mask_ints, mask, q, k)
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device, built.selected)
+    return runner_of(spec), built.plan, program
 
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")

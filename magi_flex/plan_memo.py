@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import BuiltMask
 
 
 @dataclass(frozen=True)
 class _Entry:
     owner: StorageWeakRef
     identity: Hashable
-    plan: MaskPlan
+    mask: BuiltMask
+    contents: tuple[Tensor, ...] = ()
 
 
 _entries: dict[int, _Entry] = {}
@@ -38,18 +40,46 @@ def storage_key(owner: Tensor) -> int:
     return owner.untyped_storage()._cdata
 
 
-def remember(key: int, owner: Tensor, identity: Hashable, plan: MaskPlan) -> None:
-    """Keep ``plan`` under ``key`` until ``owner``'s memory is freed; ``identity``: the mask and lengths it is for."""
+def remember(key: int, owner: Tensor, identity: Hashable, mask: BuiltMask, contents: tuple[Tensor, ...] = ()) -> None:
+    """Keep ``mask`` under ``key`` until ``owner``'s memory is freed; ``identity``: the spec and lengths it is for."""
     with _lock:
         for old in [k for k, entry in _entries.items() if entry.owner.expired()]:
             del _entries[old]
-        _entries[key] = _Entry(StorageWeakRef(owner.untyped_storage()), identity, plan)
+        _entries[key] = _Entry(StorageWeakRef(owner.untyped_storage()), identity, mask, contents)
 
 
-def recall(key: int, identity: Hashable, build: Callable[[], MaskPlan]) -> MaskPlan:
+def recall(key: int, identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
     """The plan under ``key``, or a new one if there is none (any more) for this ``identity``."""
+    entry = _find(key, identity)
+    return build() if entry is None else entry.mask
+
+
+def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
+    """The plan that was made before from these very tensors with the same contents, or a new one.
+
+    Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy).
+    """
+    if not tensors:
+        return build()
+    key = hash((identity, *(storage_key(x) for x in tensors)))
+    entry = _find(key, identity)
+    if entry is not None and all(_same_bits(x, copy) for x, copy in zip(tensors, entry.contents, strict=True)):
+        return entry.mask
+    mask = build()
+    remember(key, tensors[0], identity, mask, tuple(x.detach().clone() for x in tensors))
+    return mask
+
+
+def _find(key: int, identity: Hashable) -> _Entry | None:
     with _lock:
         entry = _entries.get(key)
-    if entry is not None and entry.identity == identity and not entry.owner.expired():
-        return entry.plan
-    return build()
+    return entry if entry is not None and entry.identity == identity and not entry.owner.expired() else None
+
+
+def _same_bits(x: Tensor, copy: Tensor) -> bool:
+    if x.dtype != copy.dtype or x.shape != copy.shape or x.device != copy.device:
+        return False
+    if x.dtype.is_floating_point:
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        x, copy = x.detach().view(whole), copy.view(whole)
+    return torch.equal(x, copy)

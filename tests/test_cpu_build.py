@@ -147,13 +147,21 @@ def test_other_widths_and_tiles(
 
 
 @pytest.mark.parametrize("score", ["softcap", "all_in_turn"])
-def test_other_widths_with_score_steps(
-    other_library: ctypes.CDLL, score: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_widths_with_score_steps(other_library: ctypes.CDLL, score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "load", lambda: other_library)
     steps, score_mod = SCORE_CASES[score]
     q, k, v = random_inputs(2, 4, 2, 150, 170, 16, 24, torch.bfloat16)
     check(q, k, v, make_mask("sink_and_window", 150, 170).dense(), score_mod=score_mod, steps=steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_widths_with_few_queries(
+    other_library: ctypes.CDLL, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "load", lambda: other_library)
+    for q_len, dim, v_dim in ((1, 64, 64), (3, 21, 40)):
+        q, k, v = random_inputs(1, 4, 2, q_len, 5000, dim, v_dim, dtype)
+        check(q, k, v, torch.ones(1, 1, q_len, 5000, dtype=torch.bool))
 
 
 def test_other_widths_with_strides(other_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,8 @@ def test_gradient_formulas_in_place_and_fused(function: Any) -> None:
         def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             clipped = torch.maximum(s.clamp(-0.5, 0.5) * 3, table[h, q].clamp(min=-1))
             gates = functional.leaky_relu(s) * functional.logsigmoid(table[h, k]) + functional.hardtanh(s * 2)
-            return functional.softplus(clipped) + gates + functional.elu(s)
+            shrunk = functional.hardshrink(s) * functional.softshrink(table[h, q], 0.1)
+            return functional.softplus(clipped) + gates + functional.elu(s) + shrunk
 
         return score_mod
 

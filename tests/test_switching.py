@@ -20,6 +20,7 @@ import magi_flex
 from inductor_lowering.install import magi_flex_backend
 from inductor_lowering.joint_pass import JointPass
 from magi_flex import ops
+from magi_flex.kernels import tile_plans
 from tests.compiling import attend, qkv
 
 
@@ -198,3 +199,16 @@ def test_warm_caches_in_a_new_process(tmp_path: Path) -> None:
     assert [(name, runs) for name, runs, _ in cold] == ran
     assert [(name, runs) for name, runs, _ in warm] == ran
     assert cold[0][2] == 0 and all(hits > 0 for _, _, hits in warm)
+
+
+def test_who_builds_plans() -> None:
+    """The choice lasts as long as the state that it was made with; an unknown one changes nothing."""
+    with pytest.raises(ValueError, match="plans: got 'gpu', allowed are auto, torch, device"):
+        magi_flex.enable(plans="gpu")
+    with magi_flex.enable(plans="device"):
+        assert tile_plans.builder_choice() == "device"
+        assert "built by torch" in str(tile_plans.objection(torch.device("cpu"), has_bit_tiles=False))
+        with magi_flex.enable():
+            assert tile_plans.builder_choice() == "auto"
+        assert tile_plans.builder_choice() == "device"
+    assert tile_plans.builder_choice() == "auto"

@@ -18,7 +18,10 @@ static bool use_amx(const magi::Attention& attention) {
 
 MAGI_EXPORT int32_t magi_attention_forward(const magi::Attention* attention) {
 #if defined(MAGI_HAS_AMX)
-  if (use_amx(*attention)) return magi::Forward<magi::AmxForward>(*attention).run();
+  // Packing the keys does not pay for few queries.
+  if (use_amx(*attention) && attention->q_len > magi::kFewRows) {
+    return magi::Forward<magi::AmxForward>(*attention).run();
+  }
 #endif
   return magi::Forward<magi::FloatForward>(*attention).run();
 }

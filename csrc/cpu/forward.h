@@ -3,14 +3,22 @@
 // Queries are lanes.  Scores of a panel of queries are computed a row a key (S^T = K Q^T), so that the softmax needs no
 // sums across lanes, and the output is kept transposed (O^T += V^T P^T) until the end; the panel's scores stay in the
 // first-level cache between the two products.
+//
+// With few queries there is one row tile a head, perhaps fewer than threads: then the keys are cut into parts as well,
+// always in the same places, and the parts' results are added up in order.
 #pragma once
 
 #include <atomic>
 #include <cmath>
+#include <memory>
+#include <new>
 
 #include "attention.h"
 
 namespace magi {
+
+constexpr int64_t kPartKeys = 4096;  // least keys of a part
+constexpr int64_t kMostParts = 16;
 
 // Products: how the two matrix products are computed (FloatForward, AmxForward).
 template <class Products>
@@ -18,15 +26,29 @@ class Forward {
  public:
   explicit Forward(const Attention& a)
       : a_(a), steps_(a.score), factors_(factors(a, steps_)), products_(a, factors_.query), v_dim_(int(a.v_head_dim)),
-        out_rows_(Products::out_rows(v_dim_)), row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {}
+        out_rows_(Products::out_rows(v_dim_)), row_tiles_((a.q_len + kQueryTile - 1) / kQueryTile) {
+    if (row_tiles_ != 1) return;
+    part_keys_ = std::max(kPartKeys, round_up_to_tile((a.kv_len + kMostParts - 1) / kMostParts));
+    parts_ = std::max<int64_t>(1, (a.kv_len + part_keys_ - 1) / part_keys_);
+  }
 
   Status run() {
-    const int64_t items = a_.batch * a_.q_heads * row_tiles_;
-    const bool ok = products_.prepare() && parallel_items(a_.threads, items, [&](int64_t item) {
-      // Late rows first: under a causal mask they have the most keys.
-      const int64_t head = item / row_tiles_, tile = row_tiles_ - 1 - item % row_tiles_;
-      row_tile(head / a_.q_heads, head % a_.q_heads, tile * kQueryTile);
-    });
+    const int64_t heads = a_.batch * a_.q_heads;
+    if (!products_.prepare() || !reserve_parts(heads)) return kOutOfMemory;
+    bool ok = true;
+    if (parts_ == 1) {
+      ok = parallel_items(a_.threads, heads * row_tiles_, [&](int64_t item) {
+        // Late rows first: under a causal mask they have the most keys.
+        const int64_t head = item / row_tiles_, tile = row_tiles_ - 1 - item % row_tiles_;
+        row_tile(head, tile * kQueryTile, 0, a_.kv_len, nullptr);
+      });
+    } else {
+      ok = parallel_items(a_.threads, heads * parts_, [&](int64_t item) {
+        const int64_t begin = item % parts_ * part_keys_;
+        row_tile(item / parts_, 0, begin, begin + part_keys_, part(item));
+      });
+      ok = ok && parallel_items(a_.threads, heads, [&](int64_t head) { add_parts(head); });
+    }
     return !ok ? kOutOfMemory : bias_ok_ ? kOk : kBiasOutOfRange;
   }
 
@@ -48,7 +70,19 @@ class Forward {
     return b;
   }
 
-  void row_tile(int64_t batch, int64_t head, int64_t first) {
+  static int64_t round_up_to_tile(int64_t keys) { return (keys + kKeyTile - 1) / kKeyTile * kKeyTile; }
+
+  // A part's result: for each row the maximum, the sum and the output before it is divided by the sum.
+  int64_t part_size() const { return a_.q_len * (2 + v_dim_); }
+  float* part(int64_t item) const { return partial_.get() + item * part_size(); }
+  bool reserve_parts(int64_t heads) {
+    if (parts_ > 1) partial_.reset(new (std::nothrow) float[heads * parts_ * part_size()]);
+    return parts_ == 1 || partial_ != nullptr;
+  }
+
+  // Rows from `first` on of one head (numbered over the batch), and the key tiles that begin in [begin, end).
+  void row_tile(int64_t batch_head, int64_t first, int64_t begin, int64_t end, float* partial) {
+    const int64_t batch = batch_head / a_.q_heads, head = batch_head % a_.q_heads;
     static thread_local RowTileMask mask;
     const int rows = int(std::min<int64_t>(kQueryTile, a_.q_len - first));
     const Buffers b = buffers();
@@ -61,6 +95,7 @@ class Forward {
       Worker worker(products_);
       worker.load_queries(batch, head, first, rows);
       for (const KeyTile& tile : mask.tiles()) {
+        if (tile.begin < begin || tile.begin >= end) continue;
         worker.load_keys(batch, kv_head, tile);
         for (int p = 0; p < panel_count(rows); ++p) {
           const PanelPlace place = panel_place(batch, head, first, rows, p);
@@ -70,7 +105,41 @@ class Forward {
         }
       }
     }
-    finish(batch, head, first, rows, b);
+    if (partial == nullptr) {
+      finish(batch, head, first, rows, b);
+    } else {
+      std::copy_n(b.max, rows, partial);
+      std::copy_n(b.sum, rows, partial + rows);
+      for (int p = 0; p < panel_count(rows); ++p) {
+        panel_to_rows(b.out_panels + p * kPanel * out_rows_, std::min(kPanel, rows - p * kPanel), kPanel, v_dim_,
+                      partial + 2 * rows + p * kPanel * v_dim_, v_dim_);
+      }
+    }
+  }
+
+  void add_parts(int64_t batch_head) const {
+    static thread_local Scratch scratch;
+    scratch.reserve({size_t(v_dim_)});
+    float* out = scratch.take(size_t(v_dim_));
+    const int64_t rows = a_.q_len;
+    const float* parts = part(batch_head * parts_);
+    for (int64_t i = 0; i < rows; ++i) {
+      float max = -kInfinity, sum = 0.0f;
+      for (int64_t n = 0; n < parts_; ++n) max = std::max(max, parts[n * part_size() + i]);
+      std::fill_n(out, v_dim_, 0.0f);
+      for (int64_t n = 0; n < parts_; ++n) {
+        const float* from = parts + n * part_size();
+        // A part without any key has sum and output 0; NaN stays NaN.
+        const float weight = from[i] == -kInfinity ? 1.0f : std::exp2((from[i] - max) * factors_.score);
+        sum += from[rows + i] * weight;
+        for (int e = 0; e < v_dim_; ++e) out[e] += from[2 * rows + i * v_dim_ + e] * weight;
+      }
+      const int64_t at = batch_head * rows + i;
+      a_.lse[at] = sum == 0.0f ? -kInfinity : max * factors_.score + std::log2(sum);
+      a_.max_score[at] = max * factors_.score;
+      store_rows(a_.out, batch_head / a_.q_heads, batch_head % a_.q_heads, i, i + 1, v_dim_, out, v_dim_,
+                 sum == 0.0f ? 0.0f : 1.0f / sum);
+    }
   }
 
   void panel(const PanelPlace& place, int p, const KeyTile& tile, const PanelMask& mask, Worker& worker,
@@ -145,6 +214,8 @@ class Forward {
   Products products_;
   const int v_dim_, out_rows_;
   const int64_t row_tiles_;
+  int64_t parts_ = 1, part_keys_ = 0;
+  std::unique_ptr<float[]> partial_;
   std::atomic<bool> bias_ok_{true};
 };
 

@@ -66,6 +66,17 @@ inline bool all_equal(VecF a, VecF b) {
   return all != 0;
 }
 
+inline float sum_of_lanes(VecF v) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof(v));
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
 // 2^(whole + rest): `shifted` is 1.5 * 2^23 + whole (so its low mantissa bits are the whole part, which goes into the
 // exponent), the rest lies in [-0.5, 0.5] (minimax polynomial of degree 6).  Whole = -127 gives exactly 0.
 inline VecF exp2_of_parts(VecF shifted, VecF rest) {

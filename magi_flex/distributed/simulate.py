@@ -117,7 +117,7 @@ def _mask(args: argparse.Namespace, tokens: int) -> RowIntervals:
     from magi_flex.block_mask import plan
 
     if args.mask not in mods.names():
-        names = ", ".join(("full", "causal", "documents", "document_causal", *mods.names()))
+        names = ", ".join(sorted({*mods.names(), "documents"}))
         raise ValueError(f"mask: got {args.mask!r}, allowed are {names}")
     return to_intervals(plan(mods.by_name(args.mask, tokens, tokens), tokens, tokens, device="cpu"))
 
@@ -175,7 +175,7 @@ def _draw_timeline(axis: Any, direction: str, ours: Pass) -> None:
         bar = axis.barh(
             lanes.index(span.lane), width, 0.7, span.begin / 1e3, color=COLORS[span.lane], edgecolor="white"
         )
-        if width > 0.08 * (ours.seconds or 1) * 1e3:
+        if width > 0.1 * (ours.seconds or 1) * 1e3:
             axis.bar_label(bar, [span.name.replace("gradients of ", "").replace("keys of ", "")], label_type="center",
                            color="white", fontsize=8)  # fmt: skip
     axis.set_yticks(range(len(lanes)), lanes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,11 +56,11 @@ def _reserved(what: str, name: str) -> str:
     return f"{what} has not run on a GPU yet, so it must be chosen by name (backend={name!r})".lstrip()
 
 
-def check_choice(choice: str) -> str:
-    """``choice`` itself; raises ValueError if there is no such backend."""
-    if choice != AUTO and choice not in backend_names():
-        allowed = ", ".join([AUTO, *backend_names()])
-        raise ValueError(f"backend: got {choice!r}, allowed are {allowed}")
+def check_choice(choice: str, *others: str) -> str:
+    """``choice`` itself; raises ValueError if it is no backend and none of ``others`` that are allowed here."""
+    allowed = [AUTO, *backend_names(), *others]
+    if choice not in allowed:
+        raise ValueError(f"backend: got {choice!r}, allowed are {', '.join(allowed)}")
     return choice
 
 
@@ -138,24 +139,64 @@ def route(facts: RequestFacts, choice: str = AUTO) -> Backend:
     raise RuntimeError(f"no backend serves {facts}: {table}")
 
 
+def call_facts(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    head_dims: tuple[int, int],
+    heads: tuple[int, int] | None,
+    score_steps: Sequence[type] | None,
+    *,
+    needs_backward: bool,
+    score_grads: bool = False,
+    has_bit_tiles: bool = False,
+    deterministic: bool = False,
+    wide_results: bool = False,
+    index_map: bool = False,
+    max_score: bool = False,
+    score_ops: frozenset[str] = frozenset(),
+) -> RequestFacts:
+    """What routing looks at, of a call that is made or thought of.
+
+    Args:
+        dtypes: of query, key and value; head_dims: of query and key, and of value.
+        heads: query heads and key/value heads; None while a graph with symbolic sizes is compiled.
+        others: see RequestFacts; ``torch.use_deterministic_algorithms`` is taken into account here.
+    """
+    return RequestFacts(
+        device=device,
+        dtype=dtypes[0],
+        head_dim=head_dims[0],
+        v_head_dim=head_dims[1],
+        q_heads=None if heads is None else heads[0],
+        kv_heads=None if heads is None else heads[1],
+        score_steps=None if score_steps is None else tuple(score_steps),
+        score_grads=score_grads,
+        needs_backward=needs_backward,
+        has_bit_tiles=has_bit_tiles,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        wide_results=wide_results,
+        mixed_dtypes=any(dtype != dtypes[0] for dtype in dtypes),
+        index_map=index_map,
+        max_score=max_score,
+        score_ops=score_ops,
+    )
+
+
 def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:
-    """What routing looks at."""
+    """What routing looks at, of a request."""
     q, k, v, score = request.q, request.k, request.v, request.score
     index_map = score.index_map
-    return RequestFacts(
-        device=q.device,
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        q_heads=q.shape[1],
-        kv_heads=k.shape[1],
-        score_steps=None if score.steps is None else tuple(type(step) for step in score.steps),
-        score_grads=any(score.needs_grad),
+    return call_facts(
+        q.device,
+        (q.dtype, k.dtype, v.dtype),
+        (q.shape[3], v.shape[3]),
+        (q.shape[1], k.shape[1]),
+        None if score.steps is None else [type(step) for step in score.steps],
         needs_backward=needs_backward,
+        score_grads=any(score.needs_grad),
         has_bit_tiles=request.plan.bit_tiles is not None,
-        deterministic=request.deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic=request.deterministic,
         wide_results=request.wide_results,
-        mixed_dtypes=not q.dtype == k.dtype == v.dtype,
         index_map=bool(
             index_map.b_offset or index_map.h_offset or index_map.q_index is not None or index_map.k_index is not None
         ),

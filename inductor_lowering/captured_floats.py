@@ -1,0 +1,73 @@
+"""Python floats that a score mod captures and that change between calls, in training.
+
+Dynamo passes such a float as a float64 tensor whose value the mod's graph asks for (``item``), and FlexAttention's
+trace of the gradients fails on that.  Here the graph reads the tensor itself instead, converted to the score's dtype
+where it meets another tensor; what kernels compute is the same, because they compute such a dtype in float32.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
+
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos}
+_MARK = "magi_flex_serves"  # in the graph's meta: Dynamo traced it while our kernels took the calls
+
+_higher_order = sys.modules["torch._higher_order_ops.flex_attention"]  # the package's attribute is the operator
+_stock_create_fw_bw_graph = _higher_order.create_fw_bw_graph  # type: ignore[attr-defined]
+
+
+def install(serving: Callable[[], bool]) -> None:
+    """Wrap FlexAttention's trace of gradients; it does what it did where ``serving`` is false."""
+
+    def create_fw_bw_graph(score_mod: Any, index_values: Any, other_buffers: Any) -> Any:
+        if isinstance(score_mod, GraphModule) and (score_mod.meta.get(_MARK) or serving()):
+            score_mod.meta[_MARK] = True
+            score_mod = floats_as_tensors(score_mod, index_values[0].dtype)
+        try:
+            return _stock_create_fw_bw_graph(score_mod, index_values, other_buffers)
+        except PendingUnbackedSymbolNotFound as error:
+            raise RuntimeError(
+                "score_mod: does more with a captured Python float that changes between calls than arithmetic; capture "
+                "a 0-d tensor instead, such as torch.tensor(value)"
+            ) from error
+
+    _higher_order.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
+
+
+def floats_as_tensors(score_mod: GraphModule, dtype: torch.dtype) -> GraphModule:
+    """The mod without ``item``; itself where it captures no float that changes."""
+    if not any(_is_float(node) for node in score_mod.graph.nodes):
+        return score_mod
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    numbers: set[Node] = set()  # float64 tensors in place of Python floats
+    converted: dict[Node, Node] = {}
+
+    def as_operand(node: Node) -> Node:
+        if node not in numbers:
+            return copies[node]
+        if node not in converted:
+            converted[node] = graph.call_method("to", (copies[node], dtype))
+        return converted[node]
+
+    for node in score_mod.graph.nodes:
+        if _is_float(node):
+            numbers.add(node)
+            copies[node] = copies[node.args[0]]
+        elif node.target in _ARITHMETIC and node.all_input_nodes and numbers.issuperset(node.all_input_nodes):
+            numbers.add(node)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        else:
+            copies[node] = graph.node_copy(node, as_operand)
+    return GraphModule(score_mod, graph)
+
+
+def _is_float(node: Node) -> bool:
+    return node.target == "item" and isinstance(node.meta.get("example_value"), torch.SymFloat)

@@ -1,0 +1,62 @@
+"""Python floats that a score mod captures and that change from call to call, in training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import magi_flex
+from inductor_lowering.captured_floats import floats_as_tensors
+from tests.compiling import attend, check_training, qkv
+
+
+def bind(value: float) -> Callable[..., Any]:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        near = q - k < value * 10
+        return torch.where(near, s.clamp(max=value) + (q - k) * value, (s * (value * value) - 1) / 2)
+
+    return score_mod
+
+
+def attend_with(value: float, *inputs: Any) -> Tensor:
+    return attend(*inputs, bind(value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_training(compiled: bool, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    function = torch.compile(attend_with, fullgraph=True) if compiled else attend_with
+    counters = torch._dynamo.utils.counters["stats"]
+    with magi_flex.enable():
+        for number, value in enumerate((1.0, 0.7, 2.5, -1.25)):
+            before = counters["unique_graphs"]
+            check_training(
+                lambda q, k, v, score_mod, block_mask, value=value: function(value, q, k, v),
+                qkv(q_len=33, dtype=dtype, seed=number),
+                None,
+                score_mod=bind(value),
+                floor=2e-6,
+            )
+            assert number < 2 or counters["unique_graphs"] == before
+
+
+def test_more_than_arithmetic_is_an_error_that_says_what_to_do() -> None:
+    @torch.compile(fullgraph=True)
+    def function(value: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, lambda s, b, h, q, k: s + torch.full((), value))
+
+    with magi_flex.enable():
+        function(1.0, *qkv(q_len=20))
+        with pytest.raises(Exception, match=r"capture a 0-d tensor instead"):
+            function(2.0, *qkv(q_len=20))
+
+
+def test_stock_is_left_alone() -> None:
+    graph = torch.fx.symbolic_trace(lambda s, x: s * x + math.pi)
+    assert floats_as_tensors(graph, torch.float32) is graph
