@@ -27,11 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.harness import RESULTS
+from inductor_lowering.tile_program import score_program
+from inductor_lowering.torch_compat import item_access_as_index
 from magi_flex.kernels import fa4
 from magi_flex.kernels.fa4_masks import KernelMask, wants_key_bounds
-from magi_flex.kernels.fa4_package import RELEASES, missing_package, package
+from magi_flex.kernels.fa4_package import missing_package, package
 from magi_flex.kernels.fa4_score import kernel_score
 from magi_flex.kernels.fa4_tiles import PADDING, BlockLists, backward_block, forward_block
 from magi_flex.kernels.request import Bias, Distance, Multiply, ScoreProgram, ScoreStep, Softcap
@@ -49,6 +52,27 @@ SCORES: dict[str, tuple[ScoreStep, ...]] = {
 }
 
 
+GENERAL = "general"  # a mod of no simple steps, with every operation that kernels can do
+
+
+def _everything(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor, seen: Tensor) -> Tensor:
+    x = (score.abs() + 1).log() + score.sin() * score.cos() + torch.erf(score) - torch.exp(-score) + torch.exp2(-score)
+    x = x + (score * score + 1).log2() * (score * score + 1).log10() + (score * score + 2).sqrt().rsqrt()
+    x = x + score.floor() - score.ceil() * score.trunc() + torch.tanh(x) ** 3 + torch.sigmoid(x) + (x.abs() + 1) ** 1.5
+    x = torch.maximum(x, score) + torch.minimum(x, score) / (2 + x * x) + torch.relu(x) + torch.sign(x).clamp(-0.5, 0.5)
+    near = ((q - k).abs() < 7) | ~((q // 5 == (k - 300) // 5) ^ (q % 3 != (k - 300) % 3))
+    place = torch.where(near & seen[h, q.long()], q - k, -1).clamp(min=-5)
+    return torch.where(near, x + table[h, place], x * (place & 3) + table[0, k].float())
+
+
+def _general_score() -> ScoreProgram:
+    with item_access_as_index():
+        indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+        captures = (torch.ones(HEADS, LENGTH, dtype=torch.bfloat16), torch.ones(HEADS, LENGTH, dtype=torch.bool))
+        graph = make_fx(_everything)(torch.zeros(()), *indices, *captures)
+    return ScoreProgram(None, score_program(graph), captures=captures, needs_grad=(False, False))
+
+
 @dataclass(frozen=True)
 class Case:
     """A kernel to compile.
@@ -57,7 +81,7 @@ class Case:
         arch: 90 or 100.
         masking: "bits", "element" (the same mask_mod called score by score), or "causal" (the package's own flag).
         slots: intervals of a row.
-        score: a key of SCORES.
+        score: a key of SCORES, or GENERAL (forward).
     """
 
     arch: int
@@ -88,13 +112,11 @@ CASES = [
     *_both(100),
     *_both(90, masking="element"),
     *_both(100, masking="element"),
-    *_both(90, masking="causal"),
-    *_both(100, masking="causal"),
+    *_both(90, score="bias"),
+    Case(90, "forward", score=GENERAL),
+    Case(100, "forward", score="alibi"),
     *_both(90, slots=2),
     Case(100, "forward", slots=2),
-    *_both(90, score="bias"),
-    *_both(90, score="alibi"),
-    *_both(100, score="bias"),
     *_both(90, 64, 64),
     *_both(90, 256, 256),
     *_both(90, 192, 128),
@@ -103,8 +125,12 @@ CASES = [
     *_both(100, 64, 64),
     *_both(100, 192, 128),
     Case(100, "forward", 256, 256),
+    *_both(90, score="alibi"),
+    *_both(100, score="bias"),
     Case(90, "forward", slots=8),
     Case(100, "forward", slots=8),
+    *_both(90, masking="causal"),
+    *_both(100, masking="causal"),
 ]
 
 
@@ -187,9 +213,9 @@ def pretend(arch: int, folder: Path) -> None:
 def compile_case(case: Case) -> None:
     """Through the functions that the backend calls, on tensors without memory."""
     backward = case.direction == "backward"
-    steps = SCORES[case.score]
+    program = _general_score() if case.score == GENERAL else ScoreProgram(steps=SCORES[case.score])
     sizes = (1, HEADS, LENGTH, LENGTH)
-    score = kernel_score(ScoreProgram(steps=steps), steps, sizes, backward)
+    score = kernel_score(program, program.steps, sizes, backward)
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, out = _tensor(1, LENGTH, HEADS, case.head_dim), _tensor(1, LENGTH, HEADS, case.v_dim)
         k, v = _tensor(1, LENGTH, KV_HEADS, case.head_dim), _tensor(1, LENGTH, KV_HEADS, case.v_dim)
@@ -281,6 +307,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--arch", type=int)
     parser.add_argument("--directory", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="keep what the result file has already")
     options = parser.parse_args()
     reason = missing()
     if reason is not None:
@@ -292,11 +319,15 @@ def main() -> None:
         "date": date.today().isoformat(),
         "what": "compiled only, on a machine without a GPU; nothing was run",
         "versions": {name: importlib.metadata.version(name) for name in names},
-        "releases": list(RELEASES),
         "rows": [],
     }
     path = options.directory / "fa4_compile.json"
+    if options.resume:
+        record["rows"] = [row for row in json.loads(path.read_text())["rows"] if "error" not in row]
+    done = {(row["arch"], row["case"]) for row in record["rows"]}
     for case in CASES:
+        if (case.arch, case.name) in done:
+            continue
         try:
             record["rows"] += compile_elsewhere(case.arch, [case.name])
         except RuntimeError as error:
