@@ -133,6 +133,22 @@ def test_tiles_fit_into_shared_memory() -> None:
                     assert 16 <= smaller.rows <= 128 and 16 <= smaller.keys <= 128 and smaller.stages >= 1
 
 
+@needs_triton
+def test_search_keeps_the_fastest_that_runs() -> None:
+    from magi_flex.kernels.triton_search import candidates, search
+
+    def time_ms(direction: str, dtype: torch.dtype, head_dim: int, tiles: Tiles) -> float:
+        if tiles.stages == 4:
+            raise RuntimeError("out of resources")
+        return 1 / (tiles.rows * tiles.keys * tiles.stages) + tiles.warps
+
+    best = search(time_ms, 227 << 10)
+    assert best["forward:2:64"] == Tiles(128, 128, 4, 3) and len(best) == 18
+    for head_dim in (64, 256):
+        for tiles in candidates("kv", head_dim, 2, 99 << 10):
+            assert shared_bytes("kv", tiles, head_dim, head_dim, 2) <= 99 << 10
+
+
 def test_packing_and_splits() -> None:
     assert packing(q_len=1, group=8, mask_heads=1, rows=128) == (16, 8)
     assert packing(q_len=3, group=6, mask_heads=1, rows=128) == (16, 2)

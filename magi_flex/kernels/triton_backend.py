@@ -118,7 +118,7 @@ class TritonBackend(Backend):
 
 def _tiles(direction: str, q: Tensor, v: Tensor, score: ScoreProgram) -> Tiles:
     tiles = tiles_for(direction, q.dtype, padded(q.shape[3]), padded(v.shape[3]), q.device)
-    return tiles if score.is_identity else for_score_mod(direction, tiles)
+    return tiles if score.is_identity else for_score_mod(direction, tiles, score.steps is None)
 
 
 def _folded(request: AttentionRequest) -> tuple[ScoreProgram, float]:

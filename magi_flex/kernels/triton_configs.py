@@ -20,7 +20,7 @@ from magi_flex.kernels.triton_score import source_folder
 LARGEST_HEAD_DIM = 512
 DIRECTIONS = ("forward", "kv", "q")  # the forward kernel, the two of the backward
 LEAST_TILE = 16  # of a matrix product
-_SCORES_OF_A_THREAD = 16  # where a score mod is computed
+_SCORES_OF_A_THREAD = {"steps": 32, "general": 16}  # where a score mod is computed; few registers spill then
 _MOST_SPLITS = 64
 _STEPS_OF_A_SPLIT = 4  # key steps that make a split worth its merging
 _REDUCTION_BYTES = 4 << 10
@@ -105,11 +105,12 @@ def tiles_for(direction: str, dtype: torch.dtype, head_dim: int, v_dim: int, dev
     return fit(direction, tiles, head_dim, v_dim, dtype.itemsize, shared_limit(device))
 
 
-def for_score_mod(direction: str, tiles: Tiles) -> Tiles:
-    """``tiles`` for a kernel with a score mod: many values a score are alive at once, so a thread has fewer scores."""
+def for_score_mod(direction: str, tiles: Tiles, general: bool) -> Tiles:
+    """``tiles`` for a kernel with a score mod: more values of a score are alive, so a thread has fewer scores."""
     streamed = "rows" if direction == "kv" else "keys"
     tiles = replace(tiles, warps=8 if tiles.rows * tiles.keys >= 4096 else tiles.warps)
-    while tiles.rows * tiles.keys > _SCORES_OF_A_THREAD * 32 * tiles.warps and getattr(tiles, streamed) > LEAST_TILE:
+    most = _SCORES_OF_A_THREAD["general" if general else "steps"] * 32 * tiles.warps
+    while tiles.rows * tiles.keys > most and getattr(tiles, streamed) > LEAST_TILE:
         tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
     return tiles
 

@@ -180,8 +180,9 @@ def visit_keys(
             plain: tl.constexpr = SCORE is None and FUSED_SCALE and not BOUNDED
             if plain:
                 new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2_E))
-                weights = tl.exp2(scores * (scale * LOG2_E) - new_top[:, None])
-                fade = tl.exp2(top - new_top)
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
+                fade = tl.exp2(top - shift)
             else:
                 if SCORE is None:
                     scores = scores * (scale * LOG2_E)

@@ -400,7 +400,7 @@ def _capture_gradients(
     wanted = [
         n if needed else None for n, needed in zip(outputs, (*score.needs_grad, *(False,) * len(outputs)), strict=False)
     ]
-    behind = joint.part([*known, *split.sums], wanted)
+    behind = per_program(joint, ("behind", tuple(wanted)), lambda: joint.part([*known, *split.sums], wanted))
     values = behind.run([*(None,) * JOINT_ARGUMENTS, *score.captures, *totals], device, torch.float32)
     gradients: list[Tensor | None] = []
     for position, capture in enumerate(score.captures):

@@ -162,6 +162,11 @@ def test_nan_is_not_hidden() -> None:
     result = KERNEL.forward(AttentionRequest(q, k, v, MaskPlan.from_dense(dense), 0.25))
     assert result.out[:, :, :45].isfinite().all() and result.out[:, :, 45:].isnan().all()
     assert result.lse[:, :, 45:].isnan().all()
+    low = torch.ones_like(k)
+    low[:, :, :64] = -math.inf  # scores of -inf have no weight, be it a whole tile of them
+    everything = MaskPlan.from_dense(torch.ones(1, 1, 70, 70, dtype=torch.bool))
+    result = KERNEL.forward(AttentionRequest(q.abs(), low, v, everything, 0.25))
+    assert result.out.isfinite().all() and result.lse.isfinite().all()
     q[:, :, 3] = math.nan  # all scores of a row
     result = KERNEL.forward(AttentionRequest(q, k, v, MaskPlan.from_dense(dense), 0.25))
     assert result.out[:, :, 3].isnan().all() and result.lse[:, :, 3].isnan().all()

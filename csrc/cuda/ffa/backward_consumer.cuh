@@ -123,7 +123,7 @@ template <class C> struct Consumer : Fragment<C> {
             if constexpr (C::kSumDq) ptx::fence_registers(dq);
             arrive_warp(&shared.d_out_empty[stage]);
             if constexpr (C::kSumDq) add_dq(dq, row_group);
-            if constexpr (C::kSumDq) ds_buffer ^= 1;  // the other warpgroup's dQ may still read it
+            ds_buffer ^= 1;  // other warps' products may still read it
             ptx::wgmma_wait<0>();
             ptx::fence_registers(scores);
             arrive_warp(&shared.q_empty[stage]);
