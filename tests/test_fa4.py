@@ -430,7 +430,7 @@ def test_a_known_structure_is_believed(standin: Package) -> None:
     """And one that is looked up is looked up once."""
     from magi_flex.op_specs import MaskSpec
 
-    plan = MaskSpec(None, "").build([], [], 2, 4, 40, 70, torch.device("cpu"))
+    plan = MaskSpec(None, "").build([], [], 2, 4, 40, 70, torch.device("cpu")).plan
     assert plan.structure is not None and check(standin, "full", 40, 70, plan=plan) == ["full"] * 2
     plan, _ = documents(1, 30, 200)
     first = fa4_masks.structure_of(plan)
