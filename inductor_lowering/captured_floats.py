@@ -1,15 +1,16 @@
 """Python floats that a score mod captures and that change between calls, in training.
 
 Dynamo passes such a float as a float64 tensor whose value the mod's graph asks for (``item``), and FlexAttention's
-trace of the gradients fails on that.  Here the graph reads the tensor itself instead, converted to the score's dtype
-where it meets another tensor; what kernels compute is the same, because they compute such a dtype in float32.
+trace of the gradients fails on that.  Here the graph reads the tensor itself instead.  Where it meets other tensors it
+is converted to the dtype that a Python float would have there: theirs if they are floating, else the default.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def install(serving: Callable[[], bool]) -> None:
     def create_fw_bw_graph(score_mod: Any, index_values: Any, other_buffers: Any) -> Any:
         if isinstance(score_mod, GraphModule) and (score_mod.meta.get(_MARK) or serving()):
             score_mod.meta[_MARK] = True
-            score_mod = floats_as_tensors(score_mod, index_values[0].dtype)
+            score_mod = floats_as_tensors(score_mod)
         try:
             return _stock_create_fw_bw_graph(score_mod, index_values, other_buffers)
         except PendingUnbackedSymbolNotFound as error:
@@ -41,21 +42,21 @@ def install(serving: Callable[[], bool]) -> None:
     _higher_order.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
 
 
-def floats_as_tensors(score_mod: GraphModule, dtype: torch.dtype) -> GraphModule:
+def floats_as_tensors(score_mod: GraphModule) -> GraphModule:
     """The mod without ``item``; itself where it captures no float that changes."""
     if not any(_is_float(node) for node in score_mod.graph.nodes):
         return score_mod
     graph = Graph()
     copies: dict[Node, Node] = {}
     numbers: set[Node] = set()  # float64 tensors in place of Python floats
-    converted: dict[Node, Node] = {}
+    converted: dict[tuple[Node, torch.dtype], Node] = {}
 
-    def as_operand(node: Node) -> Node:
+    def as_operand(node: Node, dtype: torch.dtype) -> Node:
         if node not in numbers:
             return copies[node]
-        if node not in converted:
-            converted[node] = graph.call_method("to", (copies[node], dtype))
-        return converted[node]
+        if (node, dtype) not in converted:
+            converted[node, dtype] = graph.call_method("to", (copies[node], dtype))
+        return converted[node, dtype]
 
     for node in score_mod.graph.nodes:
         if _is_float(node):
@@ -65,8 +66,16 @@ def floats_as_tensors(score_mod: GraphModule, dtype: torch.dtype) -> GraphModule
             numbers.add(node)
             copies[node] = graph.node_copy(node, copies.__getitem__)
         else:
-            copies[node] = graph.node_copy(node, as_operand)
+            dtype = _dtype_beside(x for x in node.all_input_nodes if x not in numbers)
+            copies[node] = graph.node_copy(node, functools.partial(as_operand, dtype=dtype))
     return GraphModule(score_mod, graph)
+
+
+def _dtype_beside(operands: Iterable[Node]) -> torch.dtype:
+    """The dtype that a Python float takes on in an operation with these tensors."""
+    values = (node.meta.get("example_value") for node in operands)
+    floating = [x.dtype for x in values if isinstance(x, torch.Tensor) and x.dtype.is_floating_point]
+    return functools.reduce(torch.promote_types, floating) if floating else torch.get_default_dtype()
 
 
 def _is_float(node: Node) -> bool:

@@ -133,7 +133,8 @@ class _Rewriter:
             if in_cuda_graph(call, score, backend, needs_backward, score_grads):
                 plan = self._intervals(node, call, mask, mask_tensors, mask_ints)
             if plan is None:
-                op = torch.ops.magi_flex.attention.default
+                ops = torch.ops.magi_flex
+                op = (ops.sharded_attention if mask.sharded else ops.attention).default
                 plan = self._plan(node, call, mask, mask_tensors, mask_ints)
             new = self.graph.call_function(
                 op,
@@ -178,7 +179,8 @@ class _Rewriter:
             if in_cuda_graph(call, score, backend, True, any(needs_grad)):
                 plan = self._intervals(node, call, mask, mask_tensors, mask_ints)
             if plan is None:
-                op = torch.ops.magi_flex.attention_backward.default
+                ops = torch.ops.magi_flex
+                op = (ops.sharded_attention_backward if mask.sharded else ops.attention_backward).default
                 plan = self._plan(node, call, mask, mask_tensors, mask_ints)
             new = self.graph.call_function(
                 op,

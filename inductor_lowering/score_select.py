@@ -130,7 +130,12 @@ class _Reader:
         _, name, _, args, kwargs = step
         if name in _CONSTANTS:
             size_at, value_at = _CONSTANTS[name]
-            return self._constant(args[value_at]) if size_at is None or args[size_at] == [] else None
+            value = self._constant(args[value_at]) if size_at is None or args[size_at] == [] else None
+            dtype = (kwargs.get("dtype") or {"dtype": None})["dtype"]
+            keeps_fractions = dtype in _FLOATS or (dtype is None and name in ("aten::full", "aten::scalar_tensor"))
+            if value is not None and math.isfinite(value) and not (keeps_fractions or value.is_integer()):
+                return None  # a whole number, in a dtype that is not known here, perhaps
+            return value
         if name in _CONVERSIONS and self._to_float(args, kwargs):
             return self._constant(args[0])
         return None

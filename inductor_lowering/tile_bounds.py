@@ -281,6 +281,8 @@ def _finite(*bounds: Bounds) -> Tensor:
     return functools.reduce(operator.and_, (x.low.isfinite() & x.high.isfinite() for x in bounds))
 
 
+_EXACT_QUOTIENTS = float(1 << 50)
+
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 _Rule = Callable[[_OnRows, Step], "Bounds | None"]
@@ -349,12 +351,16 @@ def _extreme(on: _OnRows, step: Step) -> Bounds:
 def _clamp(on: _OnRows, step: Step) -> Bounds:
     names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}[step.name.rpartition("::")[2]]
     limits = dict(zip(names, step.args[1:], strict=False)) | (step.kwargs or {})
-    a = on.operand(step.args[0], step.dtype)
+    result = a = on.operand(step.args[0], step.dtype)
+    finite = _finite(a)
     for name, pick in (("min", torch.maximum), ("max", torch.minimum)):
         if limits.get(name) is not None:
             limit = on.operand(limits[name], step.dtype)
-            a = Bounds(pick(a.low, limit.low), pick(a.high, limit.high))
-    return a
+            finite = finite & _finite(limit)
+            result = Bounds(pick(result.low, limit.low), pick(result.high, limit.high))
+    if step.dtype is None or step.dtype.is_floating_point:  # what is not bounded may be NaN, which no limit changes
+        return Bounds(result.low.where(finite, -math.inf), result.high.where(finite, math.inf))
+    return result
 
 
 def _divisor(on: _OnRows, x: Any) -> float | None:
@@ -366,6 +372,12 @@ def _divisor(on: _OnRows, x: Any) -> float | None:
     return low if low == high and 0 < low < math.inf else None
 
 
+def _quotients(a: Bounds, divisor: float) -> Bounds:
+    """Of whole numbers, near enough for their floors to be right; unbounded where float64 could round across one."""
+    exact = (a.low.abs() <= _EXACT_QUOTIENTS) & (a.high.abs() <= _EXACT_QUOTIENTS)
+    return Bounds((a.low / divisor).where(exact, -math.inf), (a.high / divisor).where(exact, math.inf))
+
+
 def _div(on: _OnRows, step: Step) -> Bounds | None:
     mode = (step.kwargs or {}).get("rounding_mode", step.args[2] if len(step.args) > 2 else None)
     divisor = _divisor(on, step.args[1])
@@ -374,11 +386,13 @@ def _div(on: _OnRows, step: Step) -> Bounds | None:
     if step.name == "aten::floor_divide":
         mode = "floor"
     a = on.operand(step.args[0], step.dtype)
-    bounds = Bounds(a.low / divisor, a.high / divisor)
     if mode is None:
-        return bounds
-    if step.dtype is not None and step.dtype.is_floating_point:
+        if step.dtype is None or float(torch.tensor(divisor, dtype=step.dtype)) != divisor:
+            return None  # a divisor that the operation rounds, to 0 perhaps
+        return Bounds(a.low / divisor, a.high / divisor)
+    if step.dtype is None or step.dtype.is_floating_point:
         return None  # rounding before the floor could cross a whole number
+    bounds = _quotients(a, divisor)
     whole = torch.floor if mode == "floor" else torch.trunc
     return Bounds(whole(bounds.low), whole(bounds.high))
 
@@ -388,7 +402,8 @@ def _remainder(on: _OnRows, step: Step) -> Bounds | None:
     if divisor is None or step.dtype is None or step.dtype.is_floating_point:
         return None
     a = on.operand(step.args[0], step.dtype)
-    low, high = (a.low / divisor).floor(), (a.high / divisor).floor()
+    quotients = _quotients(a, divisor)
+    low, high = quotients.low.floor(), quotients.high.floor()
     same = low == high
     return Bounds((a.low - low * divisor).where(same, 0.0), (a.high - low * divisor).where(same, divisor - 1))
 

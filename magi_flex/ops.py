@@ -32,19 +32,24 @@ _library.define(
     "plan_handle(Tensor[] tensors, SymInt[] ints, str spec, SymInt batch, SymInt heads, SymInt q_len, SymInt kv_len, "
     "Device device) -> Tensor"
 )
-_library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
-    "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, "
-    "int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
-)
-_library.define(
-    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
-    "Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, "
-    "Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
-    "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
-    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
-)
+# Where ranks share the sequence every rank has to take part, also one that has no rows, whose results nobody reads:
+# "sharded_" ops are the same with a side effect, so that no compiler drops them.
+for _name in ("", "sharded_"):
+    _library.define(
+        f"{_name}attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, "
+        "str mask, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
+        "bool needs_backward, int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
+        tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
+    )
+    _library.define(
+        f"{_name}attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, "
+        "Tensor? d_lse, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, Tensor[] score_tensors, "
+        "SymInt[] score_ints, str score, float scale, str backend, int[] q_order, int[] k_order, int[] v_order) "
+        "-> (Tensor, Tensor, Tensor, Tensor[])",
+        tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
+    )
+for _op in (torch.ops.magi_flex.sharded_attention.default, torch.ops.magi_flex.sharded_attention_backward.default):
+    torch.fx.has_side_effect(_op)
 _library.define(
     "plan_intervals(Tensor[] tensors, int[] ints, str spec, int batch, int heads, int q_len, int kv_len, "
     "Device device) -> (Tensor, Tensor)"
@@ -246,6 +251,7 @@ def _prepared(
     return runner_of(spec), built.plan, program
 
 
+@torch.library.impl(_library, "sharded_attention", "CompositeExplicitAutograd")
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def attention(
     q: Tensor,
@@ -268,6 +274,7 @@ def attention(
     return runner.run_forward(q, k, v, where, program, scale, backend, needs_backward, out_order, max_score)
 
 
+@torch.library.register_fake("magi_flex::sharded_attention", lib=_library)
 @torch.library.register_fake("magi_flex::attention", lib=_library)
 def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
     return _fake_forward(q, v, out_order)
@@ -348,6 +355,7 @@ def _(q, k, v, out, lse, d_out, d_lse, intervals, st, si, score, scale, backend,
     return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
 
 
+@torch.library.impl(_library, "sharded_attention_backward", "CompositeExplicitAutograd")
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def attention_backward(
     q: Tensor,
@@ -377,6 +385,7 @@ def attention_backward(
     )
 
 
+@torch.library.register_fake("magi_flex::sharded_attention_backward", lib=_library)
 @torch.library.register_fake("magi_flex::attention_backward", lib=_library)
 def _(q, k, v, out, lse, d_out, d_lse, plan, mt, mi, mask, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
     return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))

@@ -100,7 +100,7 @@ class Composer:
             lambda b, h, q, k: t.window_H[h],
             lambda b, h, q, k: t.per_batch_BS[b, q],
             lambda b, h, q, k: t.per_batch_BS[b, k],
-            lambda b, h, q, k: q.new_full((), n),
+            lambda b, h, q, k: torch.full_like(q, n),
         )
 
     def _unary(self, x: Term, n: int) -> Term:

@@ -46,6 +46,27 @@ def test_training(compiled: bool, dtype: torch.dtype) -> None:
             assert number < 2 or counters["unique_graphs"] == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_hard_mask_beside_whole_numbers(compiled: bool, dtype: torch.dtype) -> None:
+    """The float meets q - k as float32: rounded to 16 bits, 33.1 (or 33.001) is 33."""
+
+    def attend_near(width: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, lambda s, b, h, q, k: torch.where((q - k).abs() < width, s, -math.inf))
+
+    torch._dynamo.reset()
+    function = torch.compile(attend_near, fullgraph=True) if compiled else attend_near
+    distance = (torch.arange(70)[:, None] - torch.arange(70)).abs()
+    with magi_flex.enable():
+        for width in (5.01, 33.001, 17.001):
+            check_training(
+                lambda q, k, v, score_mod, block_mask, width=width: function(width, q, k, v),
+                qkv(q_len=70, dtype=dtype),
+                (distance < width)[None, None],
+                floor=2e-6,
+            )
+
+
 def test_more_than_arithmetic_is_an_error_that_says_what_to_do() -> None:
     @torch.compile(fullgraph=True)
     def function(value: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,4 +80,4 @@ def test_more_than_arithmetic_is_an_error_that_says_what_to_do() -> None:
 
 def test_stock_is_left_alone() -> None:
     graph = torch.fx.symbolic_trace(lambda s, x: s * x + math.pi)
-    assert floats_as_tensors(graph, torch.float32) is graph
+    assert floats_as_tensors(graph) is graph

@@ -59,6 +59,7 @@ def test_random_masks(case: MaskCase) -> None:
 HALF = torch.arange(200) / 7.0
 LARGE = torch.arange(200) + (1 << 24)
 HUGE = torch.tensor(1 << 62)
+HOLE = torch.ones(200).index_fill(0, torch.tensor(60), float("nan"))
 
 # (mask, least shares of the empty and of the full tiles that are found)
 MASKS: dict[str, tuple[Callable[..., Tensor], float, float]] = {
@@ -72,6 +73,7 @@ MASKS: dict[str, tuple[Callable[..., Tensor], float, float]] = {
     "whole numbers as floats": (lambda b, h, q, k: LARGE[q] + k * 0 <= LARGE[k].float(), 0.0, 0.0),
     "overflow": (lambda b, h, q, k: HUGE * (q * k) + q > k, 0.0, 0.0),
     "small types": (lambda b, h, q, k: (q.to(torch.uint8) - k.to(torch.uint8)) * q.to(torch.uint8) > 100, 0.0, 0.0),
+    "not a number, clamped": (lambda b, h, q, k: (HOLE[q] * HALF[k] + q * k).clamp(-1e6, 1e6) < 2e6, 0.0, 0.0),
     "not a number": (lambda b, h, q, k: ~((q - 50.0) * k).sqrt().isnan() & ((q - 50.0).sqrt() * k >= 0), 0.0, 0.0),
 }
 

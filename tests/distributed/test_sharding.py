@@ -102,6 +102,30 @@ def test_batch_and_heads(world: World, compiled: bool) -> None:
     world.run(check_batch_and_heads, 4, compiled)
 
 
+def check_ranks_without_rows(group: dist.ProcessGroup) -> None:
+    """Fewer queries than ranks, and a reader of the result without elements, for which a compiler would drop the op."""
+    magi_flex.enable()
+    torch._dynamo.reset()
+    device_mesh = mesh(group.size(), names=("cp",))
+    q_len, kv_len = 1, 64
+    x = [t[:, :, :n] for t, n in zip(operands(), (q_len, kv_len, kv_len, q_len), strict=True)]
+    x[1:3] = [torch.cat((t, t.flip(2)), 2)[:, :, :kv_len] for t in operands()[1:3]]
+    cp = ContextParallel(device_mesh, RowIntervals.full(q_len, kv_len))
+    expected = dense_attention_with_gradients(*x, mask_BHQK=torch.ones(1, 1, q_len, kv_len, dtype=torch.bool))
+    attend = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=cp.block_mask, enable_gqa=True) * 2)
+    leaves = [cp.shard(distribute_tensor(t, device_mesh, [Replicate()]), 2) for t in x[:3]]
+    with torch.no_grad():
+        assert_same(cp.unshard(attend(*leaves), 2), 2 * expected.out)
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out = attend(*leaves) / 2
+    out.backward(cp.shard(distribute_tensor(x[3], device_mesh, [Replicate()]), 2))
+    check(out, leaves, expected, lambda t: cp.unshard(t, 2))
+
+
+def test_ranks_without_rows(world: World) -> None:
+    world.run(check_ranks_without_rows, 2)
+
+
 def check_shared_cache(group: dist.ProcessGroup, folder: str) -> None:
     """Names of process groups differ between ranks, and ranks on one host share Inductor's folder."""
     magi_flex.enable()
