@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from magi_flex.kernels.cache_folder import cache_folder
 from magi_flex.kernels.sources import native_sources
 
 logger = logging.getLogger("magi_flex")
@@ -57,20 +58,8 @@ class Cubin:
 
 
 def cache_directory() -> Path:
-    """Where machine code is kept: the user's cache directory, or a private folder under the temporary directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "magi_flex" / "cuda"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    folder = Path(tempfile.gettempdir()) / f"magi_flex-{os.getuid()}" / "cuda"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise CompileError(f"{folder} belongs to another user; remove it or make ~/.cache writable")
-    return folder
+    """Where machine code is kept; raises CompileError, see :func:`cache_folder`."""
+    return cache_folder("cuda", CompileError)
 
 
 def compile_cubin(source: str, defines: Mapping[str, object], arch: str = "sm_90a", generated: str = "") -> Cubin:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from magi_flex.kernels.cache_folder import cache_folder
 from magi_flex.kernels.sources import native_sources
 
 logger = logging.getLogger("magi_flex")
@@ -49,22 +50,8 @@ class BuildError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """A writable folder of this user's: ``$XDG_CACHE_HOME/magi_flex/cpu``, ``~/.cache/...``, or a temporary one.
-
-    Raises:
-        BuildError: the temporary folder belongs to another user.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "magi_flex" / "cpu"
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    folder = Path(tempfile.gettempdir()) / f"magi_flex-{os.getuid()}" / "cpu"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise BuildError(f"{folder} belongs to another user: remove it, or make ~/.cache writable")
-    return folder
+    """Where builds are kept; raises BuildError, see :func:`cache_folder`."""
+    return cache_folder("cpu", BuildError)
 
 
 def processor_features() -> str:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.kernels.cache_folder import cache_folder
 from magi_flex.kernels.request import Bias, Distance, Multiply, ScoreProgram, ScoreStep, Softcap
 from magi_flex.kernels.score_split import (
     JOINT_ARGUMENTS,
@@ -267,20 +268,8 @@ def _step_code(steps: Sequence[ScoreStep]) -> tuple[str, tuple[Any, ...]]:
 
 
 def source_folder() -> Path:
-    """Where generated modules are kept: in the user's cache folder, or a private one under the temporary folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "magi_flex" / "triton"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    folder = Path(tempfile.gettempdir()) / f"magi_flex-{os.getuid()}" / "triton"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to another user; remove it or make ~/.cache writable")
-    return folder
+    """Where generated modules are kept."""
+    return cache_folder("triton")
 
 
 @functools.lru_cache(maxsize=256)
