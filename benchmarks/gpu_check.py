@@ -1,10 +1,11 @@
 """Everything that wants a GPU, in one call with a time limit: kernels are compiled, tests/gpu run, benchmarks run.
 
-    python -m benchmarks.gpu_check OUT [--limit 570] [--only ffa]
+    python -m benchmarks.gpu_check OUT [--limit 570] [--only ffa] [--side-by-side]
 
 What matters most comes first.  Every step writes its own log as it goes, and ``OUT/summary.json`` is written anew
 after each of them, so that a run that is killed leaves what it has seen.  A test that hangs costs its file's time, is
 named in the summary, and the rest of the file is run again without it.  Benchmarks write their results into OUT.
+With ``--side-by-side`` all files of tests run at once, spread over the GPUs there are, and then one benchmark a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 _FINISHED = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
@@ -39,6 +45,15 @@ class Step:
     name: str
     arguments: tuple[str, ...]
     seconds: int
+
+    @property
+    def is_test(self) -> bool:
+        return "pytest" in self.arguments
+
+    @property
+    def all_gpus(self) -> bool:
+        """Whether it uses every GPU that there is."""
+        return "context-parallel" in self.name.replace("_", "-")
 
 
 @dataclass
@@ -96,17 +111,21 @@ def steps(out: Path) -> list[Step]:
     return found
 
 
-def run_step(step: Step, out: Path, seconds: float, skip: Sequence[str] = ()) -> Result:
+def run_step(step: Step, out: Path, seconds: float, skip: Sequence[str] = (), gpu: int | None = None) -> Result:
     """Runs it for at most that long; what it says goes to ``OUT/<name>.log``.
 
     Args:
         skip: tests that are left out.
+        gpu: the only one that the process sees; None: all.
     """
     log = out / f"{step.name}{'-again' if skip else ''}.log"
     command = [sys.executable, "-u", *step.arguments, *(f"--deselect={test}" for test in skip)]
+    environment = dict(os.environ) if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
     start = time.monotonic()
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         try:
             code = process.wait(seconds)
             outcome = "ok" if code == 0 else f"exit {code}"
@@ -135,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for logs and results")
     parser.add_argument("--limit", type=float, default=570, help="seconds for everything")
+    parser.add_argument("--side-by-side", action="store_true", help="tests at once, benchmarks one a GPU")
     parser.add_argument("--only", default="", help="comma separated: steps whose names contain one of these")
     options = parser.parse_args(arguments)
     out = options.out.resolve()
@@ -146,27 +166,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def left() -> float:
         return end - time.monotonic()
 
+    lock = threading.Lock()
+
     def note(result: Result) -> None:
-        results.append(result)
-        (out / "summary.json").write_text(json.dumps([asdict(x) for x in results], indent=1) + "\n")
+        with lock:
+            results.append(result)
+            (out / "summary.json").write_text(json.dumps([asdict(x) for x in results], indent=1) + "\n")
         tests = ", ".join(f"{count} {verdict.lower()}" for verdict, count in result.tests.items())
         print(
             f"{result.name}: {result.outcome}, {result.seconds:.0f} s {tests}", *result.failed, sep="\n  ", flush=True
         )
 
-    for step in steps(out):
-        if wanted and not any(word in step.name for word in wanted):
-            continue
+    def serve(step: Step, gpu: int | None) -> None:
         if left() < 5:
-            note(Result(step.name, 0, "no time left"))
-            continue
-        result = run_step(step, out, min(step.seconds, left()))
+            return note(Result(step.name, 0, "no time left"))
+        result = run_step(step, out, min(step.seconds, left()), gpu=gpu)
         note(result)
-        if result.outcome.startswith("stopped") and "pytest" in step.arguments and left() > 10:
+        if result.outcome.startswith("stopped") and step.is_test and left() > 10:
             done, hung = finished_and_hung(out / f"{step.name}.log")
             if hung is not None:
                 result.failed.append(f"{hung} (hung)")
-                note(run_step(step, out, min(step.seconds / 2, left()), [*done, hung]))
+                note(run_step(step, out, min(step.seconds / 2, left()), [*done, hung], gpu))
+
+    chosen = [s for s in steps(out) if not wanted or any(word in s.name for word in wanted)]
+    if not options.side_by_side:
+        for step in chosen:
+            serve(step, None)
+    else:
+        gpus = range(torch.cuda.device_count())
+        with ThreadPoolExecutor() as pool:
+            tests = [s for s in chosen if not s.name.startswith("bench")]
+            list(pool.map(lambda x: serve(x[1], None if x[1].all_gpus else gpus[x[0] % len(gpus)]), enumerate(tests)))
+        free: SimpleQueue[int] = SimpleQueue()
+        for gpu in gpus:
+            free.put(gpu)
+
+        def on_a_free_gpu(step: Step) -> None:
+            gpu = free.get()
+            serve(step, gpu)
+            free.put(gpu)
+
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            list(pool.map(on_a_free_gpu, [s for s in chosen if s.name.startswith("bench")]))
     return int(any(result.outcome != "ok" for result in results))
 
 
