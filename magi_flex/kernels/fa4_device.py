@@ -21,10 +21,12 @@ import cutlass.cute as cute
 import torch
 from flash_attn.cute import utils
 
-from magi_flex.kernels.fa4_hopper_mask import install_interval_mask
+from magi_flex.kernels.fa4_hopper_mask import ANY_NUMBER, install_interval_mask
 from magi_flex.kernels.fa4_score import KernelScore
 from magi_flex.kernels.fa4_trace import COMPARE, Lane
 
+# Each interval of an unrolled mask_mod is code for each score or line, which takes long to compile.
+MOST_UNROLLED = 8
 _ALL = 0xFFFFFFFF
 _WORD = 32
 _TYPES = {
@@ -41,13 +43,16 @@ _LOG2_E = math.log2(math.e)
 
 @functools.cache
 def interval_mask(slots: int, by_key: bool, packed: bool, by_line: bool) -> Callable[..., Any]:
-    """A mask_mod over the first two tables: starts and ends ``[B, H, R, Q]``, R = ``slots``.
+    """A mask_mod over the first two tables: starts and ends ``[B, H, R, Q]``.
 
     Args:
+        slots: R; more than MOST_UNROLLED are looked at in a loop, by one mask_mod for any number.
         by_key: the bounds are those of queries for each key.
         packed: asked for 32 keys at a time, it gives a word of bits (forward kernels of compute capability 10 and up).
         by_line: Hopper's kernels may read the bounds themselves, once for a thread's line of scores.
     """
+    if slots > MOST_UNROLLED:
+        return interval_mask(ANY_NUMBER, by_key, packed, by_line)
     mod: Any
     if packed:
         mod = _packed_mask(slots)
@@ -64,6 +69,9 @@ def interval_mask(slots: int, by_key: bool, packed: bool, by_line: bool) -> Call
 def _scalar_mask(slots: int, by_key: bool) -> Callable[..., Any]:
     def mask(batch, head, q_idx, kv_idx, seqlen_info, tables):  # type: ignore[no-untyped-def]
         place, inside = (kv_idx, q_idx) if by_key else (q_idx, kv_idx)
+        if slots == ANY_NUMBER:
+            starts, ends = (table[batch[0], head[0], None, place[0]] for table in tables[:2])
+            return utils.scalar_to_ssa(_is_in_any(starts, ends, inside[0]), cutlass.Boolean)
         found = None
         for slot in range(slots):
             starts, ends = (
@@ -76,19 +84,43 @@ def _scalar_mask(slots: int, by_key: bool) -> Callable[..., Any]:
     return mask
 
 
+@cute.jit
+def _is_in_any(starts: cute.Tensor, ends: cute.Tensor, index: cutlass.Int32) -> cutlass.Boolean:
+    found = cutlass.Boolean(False)
+    for slot in cutlass.range(cute.size(starts.shape), unroll=1):
+        found = found | ((index >= starts[slot]) & (index < ends[slot]))
+    return found
+
+
 def _packed_mask(slots: int) -> Callable[..., Any]:
     def mask(batch, head, q_idx, kv_idx, seqlen_info, tables):  # type: ignore[no-untyped-def]
-        bits = None
-        for slot in range(slots):
-            begin, end = (table[batch[0], head[0], slot, q_idx[0]] - kv_idx[0] for table in tables[:2])
-            above = utils.shl_u32(cutlass.Uint32(_ALL), cutlass.Uint32(cutlass.max(begin, cutlass.Int32(0))))
-            below = utils.shr_u32(cutlass.Uint32(_ALL), cutlass.Uint32(cutlass.max(_WORD - end, cutlass.Int32(0))))
-            bits = above & below if bits is None else bits | (above & below)
         word = cute.make_rmem_tensor(1, dtype=cutlass.Uint32)
-        word[0] = bits
+        if slots == ANY_NUMBER:
+            starts, ends = (table[batch[0], head[0], None, q_idx[0]] for table in tables[:2])
+            word[0] = _bits_of_all(starts, ends, kv_idx[0])
+        else:
+            bounds = [
+                [table[batch[0], head[0], slot, q_idx[0]] - kv_idx[0] for table in tables[:2]] for slot in range(slots)
+            ]
+            word[0] = functools.reduce(operator.or_, (_bits(begin, end) for begin, end in bounds))
         return word.load()
 
     return mask
+
+
+def _bits(begin: Any, end: Any) -> Any:
+    """Of a word, those from ``begin`` up to ``end``."""
+    above = utils.shl_u32(cutlass.Uint32(_ALL), cutlass.Uint32(cutlass.max(begin, cutlass.Int32(0))))
+    below = utils.shr_u32(cutlass.Uint32(_ALL), cutlass.Uint32(cutlass.max(_WORD - end, cutlass.Int32(0))))
+    return above & below
+
+
+@cute.jit
+def _bits_of_all(starts: cute.Tensor, ends: cute.Tensor, first_key: cutlass.Int32) -> cutlass.Uint32:
+    bits = cutlass.Uint32(0)
+    for slot in cutlass.range(cute.size(starts.shape), unroll=1):
+        bits = bits | _bits(starts[slot] - first_key, ends[slot] - first_key)
+    return bits
 
 
 # ---- score mods -----------------------------------------------------------------------------------------------------

@@ -15,18 +15,20 @@ import functools
 import inspect
 import logging
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 from flash_attn.cute import flash_bwd_sm90, flash_fwd_sm90
 from flash_attn.cute import mask as package_mask
 from flash_attn.cute.mask import AttentionMask
 from quack import layout_utils
 
 logger = logging.getLogger("magi_flex")
+
+# Slots of a mask_mod that looks at as many intervals as its tables have, in a loop.
+ANY_NUMBER = 0
 
 _PARAMETERS = (
     *("self", "acc_S", "batch_idx", "head_idx", "m_block", "n_block", "thr_mma", "mask_seqlen", "mask_causal"),
@@ -39,11 +41,11 @@ _FIELDS = (
 
 
 class IntervalMask(AttentionMask):
-    """AttentionMask, and bits for mask_mods that have ``interval_slots``."""
+    """AttentionMask, and bits for mask_mods that have ``interval_slots`` (a number, or ANY_NUMBER)."""
 
     def apply_mask(self, acc_S: Any, *args: Any, mask_mod: Any = None, **options: Any) -> Any:
-        slots = getattr(mask_mod, "interval_slots", 0)
-        if slots and mask_mod.by_key == self.swap_AB:
+        slots = getattr(mask_mod, "interval_slots", None)
+        if slots is not None and mask_mod.by_key == self.swap_AB:
             return self._apply_intervals(acc_S, *args, slots=slots, **options)
         return super().apply_mask(acc_S, *args, mask_mod=mask_mod, **options)
 
@@ -84,16 +86,34 @@ class IntervalMask(AttentionMask):
 
 def _mask_line(line: Any, tables: Any, group: tuple[Any, Any], place: Any, origin: Any, slots: int) -> None:
     """Mask a line of a thread's accumulators, whose first one is at ``origin``, by the intervals at ``place``."""
+    if slots == ANY_NUMBER:
+        starts, ends = (table[(*group, None, place)] for table in tables[:2])
+        words = cute.make_rmem_tensor(-(-cute.size(line.shape) // package_mask.MASK_R2P_CHUNK_SIZE), Uint32)
+        _union(words, starts, ends, origin)
+        package_mask.mask_r2p_lambda(line, lambda chunk: words[chunk], rank1=True)
+        return
     bounds = [[_element(table[(*group, slot, place)] - origin) for table in tables[:2]] for slot in range(slots)]
 
     def bits(chunk: int) -> Any:
-        inside = [
-            package_mask.r2p_bitmask_above(begin, chunk) & package_mask.r2p_bitmask_below(end, chunk)
-            for begin, end in bounds
-        ]
-        return functools.reduce(operator.or_, inside)
+        return functools.reduce(operator.or_, (_word(begin, end, chunk) for begin, end in bounds))
 
     package_mask.mask_r2p_lambda(line, bits, rank1=True)
+
+
+@cute.jit
+def _union(words: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, origin: Int32) -> None:
+    """Bits of all intervals, however many there are."""
+    for chunk in cutlass.range_constexpr(cute.size(words.shape)):
+        words[chunk] = Uint32(0)
+    for slot in cutlass.range(cute.size(starts.shape), unroll=1):
+        begin, end = _element(starts[slot] - origin), _element(ends[slot] - origin)
+        for chunk in cutlass.range_constexpr(cute.size(words.shape)):
+            words[chunk] = words[chunk] | _word(begin, end, chunk)
+
+
+def _word(begin: Any, end: Any, chunk: int) -> Any:
+    """Bits of the elements from ``begin`` up to ``end``, of 32 of them."""
+    return package_mask.r2p_bitmask_above(begin, chunk) & package_mask.r2p_bitmask_below(end, chunk)
 
 
 def _element(column: Any) -> Any:
@@ -107,8 +127,9 @@ def install_interval_mask() -> bool:
     """Put IntervalMask into the Hopper kernels' modules; False where the package does not look as expected."""
     parameters = tuple(inspect.signature(AttentionMask.apply_mask).parameters)
     modules = (flash_fwd_sm90, flash_bwd_sm90)
-    helpers: tuple[Callable[..., Any] | None, ...] = tuple(
-        getattr(package_mask, name, None) for name in ("r2p_bitmask_below", "r2p_bitmask_above", "mask_r2p_lambda")
+    helpers: tuple[Any, ...] = tuple(
+        getattr(package_mask, name, None)
+        for name in ("r2p_bitmask_below", "r2p_bitmask_above", "mask_r2p_lambda", "MASK_R2P_CHUNK_SIZE")
     )
     expected = (
         parameters == _PARAMETERS

@@ -28,7 +28,7 @@ from magi_flex.mask_structure import Band, Documents, Structure, find_structure
 # Documents shorter than this on average share tiles better than they fill their own.
 LEAST_MEAN_DOCUMENT = 128
 # Intervals of queries that a key may have for the backward to mask by bits of queries.
-MOST_COLUMN_INTERVALS = 8
+MOST_COLUMN_INTERVALS = 64
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,13 @@ def _expanded(tiles: TilePlan, ptr: Tensor, runs: Tensor, width: int) -> tuple[T
 
 
 def padded_bounds(intervals: RowIntervals) -> tuple[Tensor, Tensor]:
-    """Starts and ends ``[B, H, R, Q + PADDING]`` with R a power of two, so that few kernels serve all masks.
+    """Starts and ends ``[B, H, R, Q + PADDING]`` with R 1, 2, 4 or 8, so that few kernels serve all masks.
 
-    What is added is empty.
+    What is added is empty.  One kernel serves any number of intervals above 8.
     """
-    slots = 1 << (intervals.max_intervals - 1).bit_length()
+    slots = intervals.max_intervals
+    if slots <= 8:
+        slots = 1 << (slots - 1).bit_length()
     pad = (0, PADDING, 0, slots - intervals.max_intervals)
     starts = torch.nn.functional.pad(intervals.starts, pad, value=intervals.kv_len)
     return starts, torch.nn.functional.pad(intervals.ends, pad, value=0)
