@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.fa4_launch import Launch, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
 from magi_flex.kernels.fa4_package import missing_package, package
 from magi_flex.kernels.fa4_score import KernelScore, kernel_score
 from magi_flex.kernels.fa4_trace import unknown_operators
 from magi_flex.kernels.ffa import positive_scale
-from magi_flex.kernels.layout import empty_in_order, fill_order
+from magi_flex.kernels.layout import empty_like_filled
+from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -87,30 +90,22 @@ class Fa4Backend(Backend):
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
-        shape = (*q.shape[:3], v.shape[3])
-        out = empty_in_order(q, shape, fill_order(q))
+        shape = torch.Size((*q.shape[:3], v.shape[3]))
+        out = empty_like_filled(q, shape, q.dtype)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        largest = torch.full_like(lse, math.nan) if request.max_score else torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
-            return AttentionOutput(out.zero_(), lse.fill_(-math.inf), lse.clone())
-        scale, score = scale_and_score(request, backward=False)
-        if score is None:
-            q, scale = positive_scale(q, scale)
-        arch, group = architecture(q.device), q.shape[1] // k.shape[1]
-        mask = flagged_mask(request.plan, q.shape[0], can_pack((q, k, v, out), score))
-        if mask is None:
-            mask = forward_mask(request.plan, arch, (q.shape[3], v.shape[3]), group)
-        lay = _layout(mask)
+            return AttentionOutput(out.zero_(), lse.fill_(-math.inf), largest.fill_(-math.inf))
+        key = _launch_key(request)
+        prepared = _Prepared() if key is None else derived(request.plan, key, _Prepared)
         with torch.cuda.device(q.device), torch.no_grad():
-            _, natural_lse, *_ = package().interface._flash_attn_fwd(
-                *(lay(without_broadcasts(x)) for x in (q, k, v)),
-                out=lay(out),
-                softmax_scale=scale,
-                return_lse=True,
-                **mask_arguments(mask, arch, backward=False),
-                **score_arguments(mask, score, q, backward=False),
-            )
-        torch.mul(_rows_by_head(natural_lse, q), LOG2_E, out=lse)
-        return AttentionOutput(out, lse, torch.full_like(lse, math.nan))
+            if prepared.launch is None:
+                _first_forward(request, out, lse, prepared)
+            else:
+                lay, lay_rows = _LAYOUTS[prepared.packed]
+                prepared.launch(lay(q), lay(k), lay(v), lay(out), lay_rows(lse))
+                lse.mul_(LOG2_E)
+        return AttentionOutput(out, lse, largest)
 
     def backward(
         self,
@@ -121,7 +116,7 @@ class Fa4Backend(Backend):
         d_lse: Tensor | None,
     ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dq, dk, dv = (empty_in_order(x, x.shape, fill_order(x)) for x in (q, k, v))
+        dq, dk, dv = (empty_like_filled(x, x.shape, x.dtype) for x in (q, k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
@@ -139,7 +134,7 @@ class Fa4Backend(Backend):
         mask = flagged_mask(request.plan, q.shape[0], can_pack((q, k, v, out, d_out, dq, dk, dv), score))
         if mask is None:
             mask = backward_mask(request.plan, arch, dims)
-        lay, lay_rows = _layout(mask), _row_layout(mask)
+        lay, lay_rows = _LAYOUTS[mask.documents is not None]
         natural_lse = lse / LOG2_E
         natural_d_lse = None
         if d_lse is not None:
@@ -160,6 +155,56 @@ class Fa4Backend(Backend):
             for total, parts in ((gradients.dk, dk), (gradients.dv, dv)):
                 total.copy_(parts.unflatten(1, (-1, group)).sum(2, dtype=torch.float32))
         return gradients
+
+
+@dataclass
+class _Prepared:
+    """What the first forward call of its kind leaves for the next ones.
+
+    Attributes:
+        launch: None before the first call, and where every call differs.
+        packed: tensors go as packed sequences.
+    """
+
+    launch: Launch | None = None
+    packed: bool = False
+
+
+def _launch_key(request: AttentionRequest) -> Hashable | None:
+    """Equal for calls that differ in what tensors hold alone; None where a call has tables of its own."""
+    steps = request.score.steps
+    if steps is None or any(isinstance(step, (Distance, Bias)) for step in steps):
+        return None
+    q, k, v = request.q, request.k, request.v
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+    layout = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, misaligned)
+    return "fa4 launch", layout, request.scale, steps
+
+
+def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared: _Prepared) -> None:
+    """Fill ``out`` and ``lse`` through the package's interface."""
+    q, k, v = (without_broadcasts(x) for x in (request.q, request.k, request.v))
+    scale, score = scale_and_score(request, backward=False)
+    if score is None:
+        q, scale = positive_scale(q, scale)
+    arch, group = architecture(q.device), q.shape[1] // k.shape[1]
+    mask = flagged_mask(request.plan, q.shape[0], can_pack((q, k, v, out), score))
+    if mask is None:
+        mask = forward_mask(request.plan, arch, (q.shape[3], v.shape[3]), group)
+    packed = mask.documents is not None
+    lay, lay_rows = _LAYOUTS[packed]
+    rows = lay_rows(lse)  # its own memory where heads are not neighbours
+    launch = watched(
+        package().interface._flash_attn_fwd,
+        (lay(q), lay(k), lay(v), lay(out), rows),
+        {"softmax_scale": scale}
+        | mask_arguments(mask, arch, backward=False)
+        | score_arguments(mask, score, q, backward=False),
+    )
+    in_place = rows.data_ptr() == lse.data_ptr()
+    torch.mul(lse if in_place else _rows_by_head(rows, q), LOG2_E, out=lse)
+    if in_place and all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True)):
+        prepared.launch, prepared.packed = launch, packed
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------
@@ -276,26 +321,30 @@ def can_pack(tensors: Sequence[Tensor], score: KernelScore | None) -> bool:
     return all(x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2) for x in tensors)
 
 
-def _layout(mask: KernelMask) -> Callable[[Tensor], Tensor]:
-    """``[B, heads, rows, dim]`` to ``[B, rows, heads, dim]``, or to ``[B * rows, heads, dim]`` for packed sequences."""
-    if mask.documents is None:
-        return lambda x: x.transpose(1, 2)
-
-    def pack(x: Tensor) -> Tensor:
-        batch, heads, rows, dim = x.shape
-        return x.transpose(1, 2).as_strided((batch * rows, heads, dim), (x.stride(2), x.stride(1), x.stride(3)))
-
-    return pack
+def _by_row(x: Tensor) -> Tensor:
+    """``[B, heads, rows, dim]`` to ``[B, rows, heads, dim]``."""
+    return x.transpose(1, 2)
 
 
-def _row_layout(mask: KernelMask) -> Callable[[Tensor], Tensor]:
-    """``[B, H, Q]`` as the kernels take it: contiguous, or ``[H, B * Q]`` for packed sequences."""
-    if mask.documents is None:
-        return lambda x: x.contiguous()
-    return lambda x: x.transpose(0, 1).flatten(1).contiguous()
+def _as_one_sequence(x: Tensor) -> Tensor:
+    """``[B, heads, rows, dim]`` to ``[B * rows, heads, dim]``."""
+    batch, heads, rows, dim = x.shape
+    return x.as_strided((batch * rows, heads, dim), (x.stride(2), x.stride(1), x.stride(3)))
+
+
+def _rows_of_one_sequence(x: Tensor) -> Tensor:
+    """``[B, H, Q]`` to contiguous ``[H, B * Q]``."""
+    return x.transpose(0, 1).flatten(1).contiguous()
 
 
 def _rows_by_head(x: Tensor, q: Tensor) -> Tensor:
-    """The inverse of :func:`_row_layout`."""
+    """``[H, B * Q]`` to ``[B, H, Q]``."""
     batch, heads, q_len, _ = q.shape
-    return x if x.dim() == 3 else x.view(heads, batch, q_len).transpose(0, 1)
+    return x.view(heads, batch, q_len).transpose(0, 1)
+
+
+# Whether sequences are packed -> layouts of q, k, v, out and their gradients, and of lse and its gradient.
+_LAYOUTS: dict[bool, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    False: (_by_row, Tensor.contiguous),
+    True: (_as_one_sequence, _rows_of_one_sequence),
+}

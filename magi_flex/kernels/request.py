@@ -104,7 +104,7 @@ class AttentionRequest:
     score: ScoreProgram = field(default_factory=ScoreProgram)
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
-    max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold NaN
+    max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold anything
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
 
 
