@@ -115,10 +115,12 @@ def test_many_intervals(slots: int) -> None:
 
 
 def test_packed_documents() -> None:
-    for name in ("document", "document_causal"):
-        dense = make_mask(name, 2046).dense()
-        check(dense, layout="rows")
-        check(dense, layout="rows", with_lse=False)
+    label = torch.repeat_interleave(torch.arange(6), torch.tensor([700, 129, 1, 128, 900, 188]))
+    same = label[:, None] == label
+    for dense in (same, same.tril()):
+        check(dense[None, None], layout="rows")
+        check(dense[None, None], layout="rows", with_lse=False)
+        check(dense[None, None], layout="heads")
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
