@@ -190,16 +190,15 @@ def test_a_general_score_mod_and_new_masks_compile_nothing() -> None:
 
 def test_bits_are_what_single_scores_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """The masks of whole lines, against the same mask_mod called score by score."""
-    dense = make_mask("shared_prefix", 1025).dense()
-    intervals = RowIntervals.from_dense(dense)
-    plan = MaskPlan(RowIntervals(intervals.starts.cuda(), intervals.ends.cuda(), 1025))
+    intervals = RowIntervals.from_dense(make_mask("shared_prefix", 1025).dense())
     q, k, v = (torch.randn(1, n, 1025, 128, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
-    request = AttentionRequest(q, k, v, plan, 0.1, max_score=False)
     results = []
+    original = fa4.mask_arguments
     for as_bits in (True, False):
-        original = fa4.mask_arguments
+        plan = MaskPlan(RowIntervals(intervals.starts.cuda(), intervals.ends.cuda(), 1025))  # launches are kept with it
+        request = AttentionRequest(q, k, v, plan, 0.1, max_score=False)
         with monkeypatch.context() as patched:
-            patched.setattr(fa4, "mask_arguments", lambda *args, o=original, b=as_bits, **kw: o(*args, **kw, as_bits=b))
+            patched.setattr(fa4, "mask_arguments", lambda *args, b=as_bits, **kw: original(*args, **kw, as_bits=b))
             result = Fa4Backend().forward(request)
             grads = Fa4Backend().backward(request, result.out, result.lse, torch.ones_like(result.out), None)
             results.append((result.out, result.lse, grads.dk, grads.dv))
