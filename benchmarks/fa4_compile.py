@@ -79,8 +79,9 @@ class Case:
 
     Attributes:
         arch: 90 or 100.
-        masking: "bits", "element" (the same mask_mod called score by score), or "causal" (the package's own flag).
-        slots: intervals of a row.
+        masking: "bits", "element" (the same mask_mod called score by score), "indices" (a causal mask_mod without
+            tables, as one would write it for the package, and block lists), or "causal" (the package's own flag).
+        slots: intervals of a row (9: in a loop).
         score: a key of SCORES, or GENERAL (forward).
     """
 
@@ -116,21 +117,26 @@ CASES = [
     Case(90, "forward", score=GENERAL),
     Case(100, "forward", score="alibi"),
     *_both(90, slots=2),
-    Case(100, "forward", slots=2),
+    *_both(90, slots=9),
     *_both(90, 64, 64),
     *_both(90, 256, 256),
     *_both(90, 192, 128),
     *_both(90, 96, 96),
+    *_both(90, 80, 80),
     *_both(90, 72, 72),
+    *_both(100, masking="causal"),
+    *_both(100, masking="indices"),
     *_both(100, 64, 64),
     *_both(100, 192, 128),
     Case(100, "forward", 256, 256),
+    *_both(100, slots=9),
+    *_both(100, 96, 96),
+    *_both(100, 80, 80),
+    *_both(100, 72, 72),
+    Case(100, "forward", slots=2),
     *_both(90, score="alibi"),
     *_both(100, score="bias"),
-    Case(90, "forward", slots=8),
-    Case(100, "forward", slots=8),
     *_both(90, masking="causal"),
-    *_both(100, masking="causal"),
 ]
 
 
@@ -226,12 +232,18 @@ def compile_case(case: Case) -> None:
             **fa4.mask_arguments(mask, case.arch, backward, as_bits=case.masking == "bits"),
             **fa4.score_arguments(mask, score, q.transpose(1, 2), backward),
         }
+        if case.masking == "indices":
+            arguments |= {"mask_mod": _causal_by_indices, "aux_tensors": None}
         interface = package().interface
         if backward:
             lse = _tensor(1, HEADS, LENGTH, dtype=torch.float32)
             interface._flash_attn_bwd(q, k, v, out, out, lse, softmax_scale=0.1, dlse=lse, **arguments)
         else:
             interface._flash_attn_fwd(q, k, v, out=out, softmax_scale=0.1, return_lse=True, **arguments)
+
+
+def _causal_by_indices(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+    return q_idx >= kv_idx
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
