@@ -29,6 +29,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 _FINISHED = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
+# What tests/gpu/conftest.py says.
+_LOST_GPU = re.compile(r"(tests/\S+::.+) lost the GPU \(")
 _STARTED = re.compile(r"^(tests/\S+::.*?) *$", re.MULTILINE)
 
 
@@ -111,14 +113,14 @@ def steps(out: Path) -> list[Step]:
     return found
 
 
-def run_step(step: Step, out: Path, seconds: float, skip: Sequence[str] = (), gpu: int | None = None) -> Result:
-    """Runs it for at most that long; what it says goes to ``OUT/<name>.log``.
+def run_step(step: Step, log: Path, seconds: float, skip: Sequence[str] = (), gpu: int | None = None) -> Result:
+    """Runs it for at most that long.
 
     Args:
+        log: where what it says goes.
         skip: tests that are left out.
         gpu: the only one that the process sees; None: all.
     """
-    log = out / f"{step.name}{'-again' if skip else ''}.log"
     command = [sys.executable, "-u", *step.arguments, *(f"--deselect={test}" for test in skip)]
     environment = dict(os.environ) if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
     start = time.monotonic()
@@ -142,11 +144,14 @@ def run_step(step: Step, out: Path, seconds: float, skip: Sequence[str] = (), gp
     return result
 
 
-def finished_and_hung(log: Path) -> tuple[list[str], str | None]:
-    """Tests of a log that have an outcome, and the one that had begun when the process was stopped."""
+def finished_and_last(log: Path, stopped: bool) -> tuple[list[str], str | None]:
+    """Tests of a log that have an outcome, and the one that ended the process: it hung, or lost the GPU."""
     text = log.read_text(errors="replace")
-    begun = _STARTED.findall(text)
     done = [test for test, _ in _FINISHED.findall(text)]
+    if not stopped:
+        lost = _LOST_GPU.search(text)
+        return done, lost.group(1) if lost else None
+    begun = _STARTED.findall(text)
     return done, begun[-1] if begun and text.rstrip().endswith(begun[-1]) else None
 
 
@@ -180,13 +185,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def serve(step: Step, gpu: int | None) -> None:
         if left() < 5:
             return note(Result(step.name, 0, "no time left"))
-        result = run_step(step, out, min(step.seconds, left()), gpu=gpu)
-        note(result)
-        if result.outcome.startswith("stopped") and step.is_test and left() > 10:
-            done, hung = finished_and_hung(out / f"{step.name}.log")
-            if hung is not None:
-                result.failed.append(f"{hung} (hung)")
-                note(run_step(step, out, min(step.seconds / 2, left()), [*done, hung], gpu))
+        skip: list[str] = []
+        for again in ("", "-again", "-again-2", "-again-3"):
+            log = out / f"{step.name}{again}.log"
+            result = run_step(step, log, min(step.seconds / (2 if again else 1), left()), skip, gpu)
+            stopped = result.outcome.startswith("stopped")
+            done, last = finished_and_last(log, stopped) if step.is_test else ([], None)
+            if last is not None:
+                result.failed.append(f"{last} ({'hung' if stopped else 'lost the GPU'})")
+            note(result)
+            if last is None or left() < 10:
+                return
+            skip += [*done, last]
 
     chosen = [s for s in steps(out) if not wanted or any(word in s.name for word in wanted)]
     if not options.side_by_side:

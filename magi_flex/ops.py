@@ -18,7 +18,7 @@ from torch import Tensor
 
 from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels.checks import check_inputs, check_plan
+from magi_flex.kernels.checks import check_inputs
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
@@ -152,7 +152,6 @@ def _request(
 ) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
     check_inputs(q, k, v)
-    check_plan(plan, q, k)
     k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
     return AttentionRequest(q, k, v, plan, scale, score, max_score=max_score)
 

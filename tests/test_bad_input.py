@@ -13,6 +13,8 @@ import torch.nn.attention.flex_attention as stock
 from torch import Tensor
 
 import magi_flex
+from magi_flex.kernels.request import AttentionRequest
+from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import dense_attention
 from tests.compiling import attend, qkv
 
@@ -181,3 +183,23 @@ def test_dtypes_that_differ() -> None:
     assert out.dtype == torch.float32
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
     assert [grad.dtype for grad in grads] == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan_sizes", "message"),
+    [
+        ((1, 2, 9, 16), (2, 1, 9, 9), "block_mask: was made for B=2, but query has 1"),
+        ((1, 2, 9, 16), (1, 4, 9, 9), "block_mask: was made for H=4, but query has 2"),
+        ((1, 2, 9, 16), (1, 1, 8, 9), "block_mask: is for 8 queries and 9 keys"),
+        ((1, 2, 9, 16), (1, 1, 9, 10), "block_mask: is for 9 queries and 10 keys"),
+        ((3, 2, 9, 16), (1, 1, 9, 9), "key: has batch size 1; kernels need that of query, 3"),
+    ],
+)
+def test_no_kernel_sees_a_plan_for_other_sizes(
+    shape: tuple[int, ...], plan_sizes: tuple[int, int, int, int], message: str
+) -> None:
+    batch, heads, q_len, kv_len = plan_sizes
+    plan = MaskPlan.from_dense(torch.ones(batch, heads, q_len, kv_len, dtype=torch.bool))
+    keys = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=message):
+        AttentionRequest(torch.zeros(shape), keys, keys, plan, 1.0)

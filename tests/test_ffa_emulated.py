@@ -118,7 +118,6 @@ def test_score_steps(name: str, deterministic: bool, monkeypatch: pytest.MonkeyP
 
 def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results over some keys, merged inside the kernel into those over others; rows without keys on either side."""
-    monkeypatch.setattr(ffa, "_MERGE_IN_KERNEL", True)
     emulator.install(monkeypatch)
     q_len, kv_len = 129, 150
     q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
@@ -140,7 +139,6 @@ def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batch entries with masks of their own, rows that lack keys in some parts or in all."""
-    monkeypatch.setattr(ffa, "_SPLIT_KEYS", True)
     monkeypatch.setattr(ffa, "key_parts", lambda *sizes: 3)
     emulator.install(monkeypatch)
     torch.manual_seed(0)

@@ -88,10 +88,6 @@ _GRADIENT_Q = {
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
 _MAX_PACK = 8
-# Whether :meth:`FfaBackend.accumulate` merges inside the forward kernel: not before that has run on a GPU.
-_MERGE_IN_KERNEL = False
-# Whether few row tiles are split over their keys: likewise.
-_SPLIT_KEYS = False
 
 
 class FfaBackend(Backend):
@@ -153,7 +149,7 @@ class FfaBackend(Backend):
 
     def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
         parts = (earlier.lse, earlier.max_score)
-        in_kernel = _MERGE_IN_KERNEL and is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
+        in_kernel = is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
         if not in_kernel or earlier.out.dtype != torch.float32:
             return super().accumulate(request, earlier)
         if earlier.out.numel() and request.k.shape[2]:
@@ -180,7 +176,7 @@ class FfaBackend(Backend):
             multiprocessors(q.device.index),
             accumulate,
         )
-        if _SPLIT_KEYS and score is None and not accumulate:
+        if score is None and not accumulate:
             processors = multiprocessors(q.device.index)
             tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
             parts = key_parts(tiles, k.shape[2], processors)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
+from magi_flex.kernels.checks import check_inputs, check_plan
 from magi_flex.kernels.merge import merge_lse
 from magi_flex.mask_plan import MaskPlan
 
@@ -94,6 +95,8 @@ class AttentionRequest:
     """softmax(mod(scale * q k^T)) v over the pairs of ``plan``.
 
     q ``[B, H, Q, D]``, k ``[B, G, K, D]``, v ``[B, G, K, E]``, any strides; plan's B and H are 1 or equal to q's.
+
+    Raises ValueError where these do not fit together (``checks.py``): kernels index by them unchecked.
     """
 
     q: Tensor
@@ -106,6 +109,12 @@ class AttentionRequest:
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
     max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold anything
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
+
+    def __post_init__(self) -> None:
+        check_inputs(self.q, self.k, self.v)
+        if self.k.shape[0] != self.q.shape[0]:
+            raise ValueError(f"key: has batch size {self.k.shape[0]}; kernels need that of query, {self.q.shape[0]}")
+        check_plan(self.plan, self.q, self.k)
 
 
 @dataclass(frozen=True)

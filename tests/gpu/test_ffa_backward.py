@@ -90,7 +90,7 @@ def test_every_mask(name: str) -> None:
 def test_every_length(length: int) -> None:
     for name, other in itertools.product(("full", "causal", "document_causal", "sink_and_window"), (length, 333)):
         dense = make_mask(name, length, other).dense()
-        q, k, v, d_out = inputs((1, 16, 2, length, other, 128, 128), seed=length)
+        q, k, v, d_out = inputs((len(dense), 16, 2, length, other, 128, 128), seed=length)
         plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
         check(AttentionRequest(q, k, v, plan, 0.1), dense.cuda(), d_out)
 
@@ -203,7 +203,7 @@ def test_merged_statistics() -> None:
     dense = make_mask("document_causal", length).dense().cuda()
     part = dense.clone()
     part[..., 200:] = False
-    q, k, v, d_out = inputs((1, 4, 2, length, length, 128, 128))
+    q, k, v, d_out = inputs((len(dense), 4, 2, length, length, 128, 128))
     whole = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
     results = []
     for mask in (part, dense & ~part):
@@ -243,8 +243,8 @@ def test_every_way_to_split_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for mask_batch, mask_heads, ragged, run_align in (
         (1, 1, True, 1), (1, 1, True, 8), (3, 1, True, 8), (3, 1, False, 1), (1, 8, False, 1), (3, 8, False, 1)
     ):  # fmt: skip
-        masks = [make_mask("document_causal", length).dense() for _ in range(mask_batch * mask_heads)]
-        dense = torch.cat(masks, 1).view(mask_batch, mask_heads, length, length).cuda()
+        masks = [make_mask("document_causal", length, seed=i).dense()[0] for i in range(mask_batch * mask_heads)]
+        dense = torch.stack(masks).view(mask_batch, mask_heads, length, length).cuda()
         plan = MaskPlan(RowIntervals.from_dense(dense))
         exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
         tiles = build_tile_plan(plan, instance.rows, instance.keys, transposed=True, ragged=ragged, run_align=run_align)
@@ -265,11 +265,13 @@ def test_only_the_tensor_is_written() -> None:
     length, heads = 75, 8
     dense = make_mask("document_causal", length).dense().cuda()
     plan = MaskPlan(RowIntervals.from_dense(dense))
-    q, k, v, d_out = inputs((1, heads, heads, length, length, 128, 128))
+    q, k, v, d_out = inputs((len(dense), heads, heads, length, length, 128, 128))
     exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
-    frames = [torch.full((1, heads + 2, length + 32, 192), 7.0, device="cuda", dtype=q.dtype) for _ in range(3)]
+    frames = [
+        torch.full((len(dense), heads + 2, length + 32, 192), 7.0, device="cuda", dtype=q.dtype) for _ in range(3)
+    ]
     inner = [frame[:, 1:-1, 16:-16, 32:-32] for frame in frames]
-    schedule = plan_backward(plan, 64, 128, 1, heads, heads, 132)
+    schedule = plan_backward(plan, 64, 128, len(dense), heads, heads, 132)
     out, lse = exact.out.to(q.dtype), exact.lse.float()
     instance = BackwardInstance(q.dtype, 128, 128)
     launch_backward(instance, q, k, v, out, lse, d_out, None, plan.intervals, schedule, 0.1, *inner)
@@ -314,7 +316,7 @@ def test_forward_and_backward_agree() -> None:
     length = 1025
     dense = make_mask("document_causal", length).dense().cuda()
     request = AttentionRequest(
-        *inputs((1, 16, 2, length, length, 128, 128))[:3], MaskPlan(RowIntervals.from_dense(dense)), 0.1
+        *inputs((len(dense), 16, 2, length, length, 128, 128))[:3], MaskPlan(RowIntervals.from_dense(dense)), 0.1
     )
     d_out = torch.randn_like(request.q)
     forward = FfaBackend().forward(request)

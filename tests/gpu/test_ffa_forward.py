@@ -148,9 +148,8 @@ def test_score_steps(head_dim: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "document_causal", "query_and_key_padding"])
-def test_accumulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation(name: str) -> None:
     """Results over some keys, merged inside the kernel into those over others."""
-    monkeypatch.setattr(ffa, "_MERGE_IN_KERNEL", True)
     length = 1025
     case = make_mask(name, length)
     mask = case.dense().cuda()
@@ -170,9 +169,8 @@ def test_accumulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (64, 64)])
-def test_parts_of_the_keys(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_keys(dims: tuple[int, int]) -> None:
     """Decoding: few rows, many keys."""
-    monkeypatch.setattr(ffa, "_SPLIT_KEYS", True)
     for batch, q_len, wide in ((1, 1, False), (3, 5, True), (2, 130, False)):
         kv_len = 5000
         q, k, v = inputs((batch, 16, 2, q_len, kv_len, *dims))
