@@ -90,7 +90,7 @@ def plan_handle(
     """int64 [1] on the CPU: the key of the mask's plan, which lives as long as this tensor's memory."""
     mask = MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
     key = plan_memo.new_key()
-    handle = torch.tensor([key], dtype=torch.int64)
+    handle = torch.tensor([key], dtype=torch.int64, device="cpu")
     plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), mask)
     return handle
 
