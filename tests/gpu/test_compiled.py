@@ -13,9 +13,10 @@ import torch.nn.attention.flex_attention as stock
 from torch import Tensor, nn
 
 import magi_flex
-from magi_flex import mods
-from magi_flex.kernels import cuda_driver
-from magi_flex.kernels.request import AttentionRequest
+from magi_flex import mods, ops
+from magi_flex.kernels import cuda_driver, label_attention
+from magi_flex.kernels.label_attention import LabelledAttention
+from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
@@ -149,6 +150,83 @@ def test_new_documents_in_every_step(
                 seen = compilations.so_far()
         assert compilations.so_far() == seen
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+# ---- labels in CUDA graphs ------------------------------------------------------------------------------------------
+
+
+LABELS = ("packed", "scattered", "packed again", "padding", "shuffled", "scattered again")
+
+
+def labels_of(kind: str, size: int) -> Tensor:
+    ids = torch.arange(size, device="cuda") // 150
+    if kind.startswith("scattered"):
+        return torch.arange(size, device="cuda") * 7919 % 5
+    if kind == "padding":
+        return torch.where(torch.arange(size, device="cuda") % 97 == 0, -1, ids)
+    return {"packed": ids, "packed again": ids * 2 // 3}.get(kind, ids * 5 % 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_labels_that_return_inside_a_graph(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """One CUDA graph serves packed documents and labels in any order, and the host makes no plan."""
+    size = 600
+    built: list[int] = []
+    monkeypatch.setattr(ops, "_built_mask", lambda *args: built.append(1))
+    leaves = inputs(1, 4, 2, size, size, 64, 64, dtype)
+
+    def two_layers(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        one = attend(q, k, v, None, mask)
+        return one / 2 + attend(q, k, v * 2, None, mask) / 4
+
+    with magi_flex.enable(plans="device"):
+        function = torch.compile(two_layers, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        for kind in (*LABELS, *LABELS):
+            ids = labels_of(kind, size)
+            mask = stock_mask_of(ids)
+            dense = (ids[:, None] == ids) & torch.ones(size, size, dtype=torch.bool, device="cuda").tril()
+
+            def step(q: Tensor, k: Tensor, v: Tensor, _: None, mask: Any) -> Tensor:
+                torch.compiler.cudagraph_mark_step_begin()
+                return function(q, k, v, mask)
+
+            check(step, leaves, dense[None, None], mask)
+    assert not built
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def stock_mask_of(ids: Tensor) -> Any:
+    return stock.create_block_mask(mods.document_causal(ids), None, None, len(ids), len(ids), "cuda")
+
+
+def test_labels_compute_nothing_if_not_wanted() -> None:
+    """The kernels for labels that return, on a GPU: over results that are right, and over poison."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    size = 300
+    for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 64), (torch.float16, 256)):
+        q, k, v, d_out = (
+            torch.randn(2, heads, size, dim, generator=generator, device="cuda").to(dtype) for heads in (4, 2, 2, 4)
+        )
+        rest = MaskPlan.from_dense(torch.ones(1, 1, size, size, dtype=torch.bool, device="cuda").tril()).intervals
+        ids = labels_of("scattered", size).view(1, 1, -1)
+        wanted = torch.zeros(1, dtype=torch.int32, device="cuda")
+        mask = LabelledAttention(rest, ids, ids, None, (1, 1), wanted)
+        request = AttentionRequest(q, k, v, MaskPlan(rest), dim**-0.5)
+        result = AttentionOutput(torch.full_like(q, 7), *torch.full((2, 2, 4, size), 7.0, device="cuda").unbind())
+        grads = AttentionGradients(*(torch.full_like(x, 7) for x in (q, k, v)))
+        for flag in (0, 1):
+            wanted.fill_(flag)
+            label_attention.forward(request, mask, result)
+            label_attention.backward(request, mask, result.out, result.lse, d_out, None, grads)
+            got = [result.out, grads.dq, grads.dk, grads.dv]
+            if not flag:
+                assert all((x == 7).all() for x in (*got, result.lse, result.max_score))
+        dense = rest.to_dense() & (ids[..., None] == ids[:, :, None])
+        near, exact = (
+            dense_attention_with_gradients(q, k, v, d_out, None, dense, dtype=x) for x in (dtype, torch.float64)
+        )
+        for x, name in zip(got, ("out", "dq", "dk", "dv"), strict=True):
+            assert_within_factor(x, getattr(near, name), getattr(exact, name), floor=1e-5 if dim == 64 else 2e-3)
 
 
 # ---- cases that cost users time -------------------------------------------------------------------------------------
