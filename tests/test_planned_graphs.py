@@ -127,8 +127,8 @@ def test_intervals_that_depend_on_data(counts: Counts) -> None:
 
 
 @pytest.fixture
-def labels_served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """As if there were a GPU for attention by labels; what was wanted of it."""
+def labels_served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """As if there were a GPU for attention by labels, which a compile cache does not know; what was wanted of it."""
     wanted: list[bool] = []
 
     def forward(request: AttentionRequest, mask: LabelledAttention, results: AttentionOutput) -> None:
@@ -157,7 +157,8 @@ def labels_served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(label_attention, "objections", lambda facts: [])
     monkeypatch.setattr(label_attention, "forward", forward)
     monkeypatch.setattr(label_attention, "backward", backward)
-    return wanted
+    with inductor_config.patch(force_disable_caches=True):
+        yield wanted
 
 
 def test_labels(counts: Counts, labels_served: list[bool]) -> None:
