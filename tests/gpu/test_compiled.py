@@ -349,5 +349,7 @@ def test_eager_calls() -> None:
 @pytest.mark.skipif(not HOPPER, reason="the first choice is Hopper's")
 def test_the_fastest_backend_is_taken() -> None:
     q, k, v = inputs(1, 4, 2, 128, 128, 64, 64, torch.bfloat16)
-    request = AttentionRequest(q, k, v, MaskPlan.from_dense(torch.ones(1, 1, 128, 128, dtype=torch.bool)), 0.125)
+    request = AttentionRequest(
+        q, k, v, MaskPlan.from_dense(torch.ones(1, 1, 128, 128, dtype=torch.bool, device="cuda")), 0.125
+    )
     assert route(facts_of(request, True)).name == "ffa"
