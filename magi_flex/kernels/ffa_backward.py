@@ -19,9 +19,9 @@ from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance, launch_gradient_q
-from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule
-from magi_flex.kernels.ffa_score import STEP, KernelScore
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # BackwardParams of the kernel between its four tensor maps and the score steps, PrepareParams and FinishParams.
 _BACKWARD_PARAMS = "<10Q6i6Q6qQ8i3f4x"
@@ -44,6 +44,7 @@ class BackwardInstance:
         wide: dq, dk and dv are float32.
         wide_out: the output that is given is float32.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
+        generated: code in the place of steps.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class BackwardInstance:
     wide: bool = False
     wide_out: bool = False
     score_steps: tuple[str, ...] = ()
+    generated: GeneratedCode | None = None
 
     def defines(self) -> dict[str, object]:
         return {
@@ -67,16 +69,15 @@ class BackwardInstance:
             "FFA_WIDE": self.wide,
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": step_list(self.score_steps),
-        }
+        } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The backward kernel's parameters behind its tensor maps."""
-        return struct.Struct(_BACKWARD_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
+        return struct.Struct(_BACKWARD_PARAMS + score_format(self.score_steps, self.generated))
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
-        return compile_cubin("ffa/backward.cu", self.defines())
+        return compile_cubin("ffa/backward.cu", self.defines(), generated=score_text(self.generated))
 
 
 class GradientQ(NamedTuple):

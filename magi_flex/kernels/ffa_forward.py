@@ -15,9 +15,9 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule
-from magi_flex.kernels.ffa_score import STEP, KernelScore
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # ForwardParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q2f13i4x"
@@ -41,6 +41,7 @@ class ForwardInstance:
         accumulate: out, lse and max_score are merged with what they hold, of other keys (only with ``wide_out``).
         split_keys: batch entries of q are parts of the keys of k's and v's batch entries, part by part.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
+        generated: code in the place of steps.
     """
 
     dtype: torch.dtype
@@ -57,6 +58,7 @@ class ForwardInstance:
     accumulate: bool = False
     split_keys: bool = False
     score_steps: tuple[str, ...] = ()
+    generated: GeneratedCode | None = None
 
     @property
     def rows(self) -> int:
@@ -83,16 +85,15 @@ class ForwardInstance:
             "FFA_ACCUMULATE": self.accumulate,
             "FFA_SPLIT_KEYS": self.split_keys,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": step_list(self.score_steps),
-        }
+        } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The kernel's parameters behind its tensor maps."""
-        return struct.Struct(_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
+        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated))
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
-        return compile_cubin("ffa/forward.cu", self.defines())
+        return compile_cubin("ffa/forward.cu", self.defines(), generated=score_text(self.generated))
 
 
 @functools.lru_cache(maxsize=256)

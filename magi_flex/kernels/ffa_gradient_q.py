@@ -15,9 +15,9 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_launch import LauncherCache, kernel_dtype, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule
-from magi_flex.kernels.ffa_score import STEP
+from magi_flex.kernels.ffa_score import GeneratedCode, score_defines, score_format, score_text
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q3f13i"
@@ -37,6 +37,7 @@ class GradientQInstance:
         pack: query heads in a row tile.
         wide: float32 result.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
+        generated: code in the place of steps.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,7 @@ class GradientQInstance:
     pack: int
     wide: bool = False
     score_steps: tuple[str, ...] = ()
+    generated: GeneratedCode | None = None
 
     narrow_tile = 0  # no short steps, see magi_flex/kernels/ffa_schedule.py
 
@@ -68,16 +70,15 @@ class GradientQInstance:
             "FFA_PACK": self.pack,
             "FFA_WIDE": self.wide,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": step_list(self.score_steps),
-        }
+        } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The kernel's parameters behind its tensor maps."""
-        return struct.Struct(_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
+        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated))
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
-        return compile_cubin("ffa/gradient_q.cu", self.defines())
+        return compile_cubin("ffa/gradient_q.cu", self.defines(), generated=score_text(self.generated))
 
 
 @functools.lru_cache(maxsize=256)

@@ -50,8 +50,3 @@ def multiprocessors(device_index: int) -> int:
 def kernel_dtype(dtype: torch.dtype) -> str:
     """A name of the kernels' ``DType``."""
     return "bf16" if dtype == torch.bfloat16 else "fp16"
-
-
-def step_list(kinds: tuple[str, ...]) -> str:
-    """The macro FFA_SCORE_STEPS."""
-    return ",".join(f"ScoreStep::{kind}" for kind in kinds or ("none",))

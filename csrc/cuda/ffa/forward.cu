@@ -55,7 +55,7 @@ struct Consumer : OutputRows {
                 const ScoreIndex at{item.batch, item.head + tile_row % kPack,
                                     min(item.row_begin + tile_row / kPack, params.q_len - 1),
                                     min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
-                scores[i] = Score::apply(scores[i] * params.score_scale, params.score_steps, at);
+                scores[i] = Score::apply(scores[i] * params.score_scale, params.score_params, at);
             }
         }
     }
