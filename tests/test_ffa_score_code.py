@@ -73,7 +73,8 @@ CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
     ),
     "float_division": _mod(
         lambda s, b, h, q, k: (
-            s.detach() // 0.7 + s % 0.7 + s % -1.5 + torch.div(s, 0.3, rounding_mode="trunc") + (s.detach() - 0.25) // -0.5
+            s.detach() // 0.7 + (s.detach() - 0.25) // -0.5 + s % 0.7 + s % -1.5
+            + torch.div(s, 0.3, rounding_mode="trunc")
         )
     ),
     "whole_numbers": _mod(
@@ -86,12 +87,15 @@ CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
         lambda s, b, h, q, k: (
             torch.exp(s * 0.1) + torch.exp2(s) * 1e-6 + torch.expm1(0.01 * s) + torch.log1p(s * s)
             + torch.log(s.abs() + 1) + torch.sin(s) + torch.cos(s) + torch.tanh(s) + torch.sigmoid(s) + torch.erf(s)
-            + torch.rsqrt(1 + s * s) + torch.nn.functional.silu(s) + torch.nn.functional.softplus(s)
+            + torch.rsqrt(1 + s * s) + torch.nn.functional.silu(s) + torch.nn.functional.softplus(s.detach())
             + torch.sqrt(s * s + 0.5) + torch.atan(s)
         )
     ),
     "bounds": _mod(
-        lambda s, b, h, q, k: s.clamp(-1, 2) + s.clamp(min=0.3) + torch.relu(s) + torch.where(s.isnan(), 0.0, s * 0.1)
+        lambda s, b, h, q, k: (
+            s.detach().clamp(-1, 2) + s.clamp(max=2) + s.clamp(min=0.3) + torch.relu(s)
+            + torch.where(s.isnan(), 0.0, s * 0.1)
+        )
     ),
     "rounding": _mod(lambda s, b, h, q, k: s + torch.floor(s) + torch.ceil(s) + torch.round(s) + torch.trunc(s)),
     "powers": _mod(

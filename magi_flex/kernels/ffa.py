@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
@@ -121,12 +122,12 @@ class FfaBackend(Backend):
             found.append("the gradient of the score mod is not a multiple of the gradient that it gets")
         if facts.score_grads:
             found.append("gradients of what a score mod captures are not computed")
-        if facts.has_bit_tiles:
-            found.append("masks with bit tiles are not in the kernel")
         return found
 
     def reservations(self, facts: RequestFacts) -> list[str]:
         general = ["general score mods"] if facts.score_steps is None else []
+        if facts.has_bit_tiles:
+            general.append("masks with bit tiles")
         if not facts.needs_backward:
             return general
         found = []
@@ -178,8 +179,9 @@ class FfaBackend(Backend):
             multiprocessors(q.device.index),
             accumulate,
             score.generated if score else None,
+            request.plan.bit_tiles is not None,
         )
-        if score is None and not accumulate:
+        if score is None and not accumulate and request.plan.bit_tiles is None:
             processors = multiprocessors(q.device.index)
             tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
             parts = key_parts(tiles, k.shape[2], processors)
@@ -200,6 +202,7 @@ class FfaBackend(Backend):
                 result.max_score,
                 score,
                 request.sm_margin,
+                contiguous_bit_tiles(request.plan),
             )
 
     def _forward_in_parts(
@@ -247,6 +250,7 @@ class FfaBackend(Backend):
             deterministic,
             score.kinds if score else (),
             score.generated if score else None,
+            request.plan.bit_tiles is not None,
         )
         with torch.cuda.device(q.device):
             gradient_q = None
@@ -271,6 +275,7 @@ class FfaBackend(Backend):
                 score,
                 gradient_q,
                 request.sm_margin,
+                contiguous_bit_tiles(request.plan),
             )
         return gradients
 
@@ -312,6 +317,7 @@ def forward_instance(
     multiprocessors: int = 132,
     accumulate: bool = False,
     generated: GeneratedCode | None = None,
+    bit_tiles: bool = False,
 ) -> ForwardInstance:
     """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
 
@@ -322,7 +328,7 @@ def forward_instance(
     assert pair is not None, "objections() turns other head dims away"
     two = _TWO_WARPGROUPS[pair]
     three = _THREE_WARPGROUPS.get(pair, two)
-    if score_steps or generated:
+    if score_steps or generated or bit_tiles:
         three = two  # three warpgroups have too few registers for them
     elif rows is not None:
         busy_two, busy_three = (_busy(rows / (64 * tiles.consumers * multiprocessors)) for tiles in (two, three))
@@ -334,6 +340,7 @@ def forward_instance(
         *(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, accumulate),
         score_steps=score_steps,
         generated=generated,
+        bit_tiles=bit_tiles,
     )
 
 
@@ -351,6 +358,7 @@ def backward_instance(
     deterministic: bool = False,
     score_steps: tuple[str, ...] = (),
     generated: GeneratedCode | None = None,
+    bit_tiles: bool = False,
 ) -> BackwardInstance:
     """The variant for these head dims.
 
@@ -363,15 +371,15 @@ def backward_instance(
     assert pair is not None, "objections() turns other head dims away"
     rows, keys, sum_dq = _BACKWARD[pair]
     sum_dq = sum_dq and not deterministic
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated)
+    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
 
 
 def gradient_q_instance(instance: BackwardInstance, group: int, mask_heads: int) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
     pack = packed_heads(group, mask_heads)
-    score = (instance.score_steps, instance.generated)
-    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, instance.wide, *score)
+    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles)
+    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, *rest)
 
 
 def packed_heads(group: int, mask_heads: int) -> int:
@@ -403,6 +411,14 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
     return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
+
+
+def contiguous_bit_tiles(plan: MaskPlan) -> BitTiles | None:
+    tiles = plan.bit_tiles
+    if tiles is None:
+        return None
+    tensors = (tiles.row_ptr, tiles.cols, tiles.slot, tiles.bits)
+    return BitTiles(tiles.q_tile, tiles.kv_tile, *(x.contiguous() for x in tensors))
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

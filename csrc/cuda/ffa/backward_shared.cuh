@@ -1,6 +1,7 @@
 // What the parts of the attention backward share: sizes, kernel parameters, layout of shared memory.
 #pragma once
 
+#include "bit_tiles.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
 #include "select_type.cuh"
@@ -52,6 +53,7 @@ struct BackwardParams {
     float scale_log2;   // from scores (after the score steps, if there are any) to powers of two
     float score_scale;  // from k q^T to what the first score step sees
     Score::Params score_params;
+    BitTileParams bit_tiles;
 };
 
 // kKeys is 128 (Consumer: each warpgroup has 64 keys) or 64 (WideConsumer: one has dV, one dK).

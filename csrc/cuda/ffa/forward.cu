@@ -28,6 +28,9 @@ struct Consumer : OutputRows {
         }
         mask.from_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
                             tile.begin, tile.limit);
+        if constexpr (kBitTiles) {
+            mask.add_bit_tiles(params.bit_tiles, item.mask, rows_of_fragment, tile.begin, tile.limit);
+        }
     }
 
     // Starts scores = Q K^T for the first kColumns keys of a buffer.

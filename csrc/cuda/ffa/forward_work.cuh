@@ -2,9 +2,11 @@
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
 // FFA_KV_TILE, FFA_NARROW_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT,
-// FFA_ACCUMULATE, FFA_SPLIT_KEYS, FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of them).
+// FFA_ACCUMULATE, FFA_SPLIT_KEYS, FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of them),
+// FFA_BIT_TILES.
 #pragma once
 
+#include "bit_tiles.cuh"
 #include "row_tiles.cuh"
 #include "score.cuh"
 
@@ -61,6 +63,7 @@ struct ForwardParams {
     int row_tiles, replicas, replica_heads, section;  // see Item
     int kv_batch;  // of k and v, where keys are split
     Score::Params score_params;
+    BitTileParams bit_tiles;
 };
 
 static_assert(sizeof(ForwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");

@@ -65,6 +65,7 @@ struct Consumer {
         const int rows[2] = {position(0), position(1)};
         mask.from_intervals(params.starts + base, params.ends + base, rows, params.intervals, params.q_len, tile.begin,
                             tile.limit);
+        if constexpr (kBitTiles) mask.add_bit_tiles(params.bit_tiles, item.mask, rows, tile.begin, tile.limit);
     }
 
     // S becomes P times the derivative of the score mod.

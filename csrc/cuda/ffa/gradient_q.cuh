@@ -2,7 +2,7 @@
 //
 // Options are macros: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM (multiples of 64), FFA_KV_TILE, FFA_K_STAGES,
 // FFA_V_STAGES, FFA_WIDE (float32 result), FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of
-// them), and those of row_tiles.cuh.
+// them), FFA_BIT_TILES, and those of row_tiles.cuh.
 #pragma once
 
 #include "mask.cuh"
@@ -49,6 +49,7 @@ struct GradientQParams {
     int intervals, mask_batch, mask_heads;
     int row_tiles, replicas, replica_heads, section;  // see Item
     Score::Params score_params;
+    BitTileParams bit_tiles;
 };
 
 static_assert(sizeof(GradientQParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");
