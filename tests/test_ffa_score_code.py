@@ -145,12 +145,13 @@ def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tup
     for name, kernel in kernels.items():
         assert kernel.generated is not None
         mods.append(
-            f"namespace {name} {{ namespace score_math {{ using namespace ::score_math; }}\n{kernel.generated.text}}}\n"
-            f'extern "C" void run_{name}(const void* p, const float* s, const int* n, float* r, float* d) '
-            f"{{ run<{name}::score_math::GeneratedScore>(p, s, n, r, d); }}\n"
+            kernel.generated.text.replace("GeneratedScore", f"Generated_{name}")
+            + f'extern "C" void run_{name}(const void* p, const float* s, const int* n, float* r, float* d) '
+            + f"{{ run<score_math::Generated_{name}>(p, s, n, r, d); }}\n"
         )
     (folder / "scores.cpp").write_text((HERE / "scores.cpp").read_text().replace("MODS", "\n".join(mods)))
-    for header in (HERE / "machine.h", HERE / "ptx.cuh", SOURCES / "ffa/score.cuh", SOURCES / "ffa/score_math.cuh"):
+    sources = [SOURCES / "ffa" / f"{name}.cuh" for name in ("score", "score_math", "descriptor")]
+    for header in (HERE / "machine.h", HERE / "ptx.cuh", *sources):
         shutil.copy(header, folder)
     command = [str(COMPILER), *"-std=c++20 -O1 -ffp-contract=off -w -fPIC -shared scores.cpp -o scores.so".split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-// Generated score mods (one folder each: MODS) run over all places, on the CPU.
+// Generated score mods, run over all places on the CPU.
 #include "ptx.cuh"
 
 #define FFA_SCORE_STEPS ScoreStep::none
