@@ -47,9 +47,9 @@ def number(x: bool | int | float, dtype: torch.dtype) -> str:
         return "(-9223372036854775807ll - 1)" if least else f"static_cast<{kind}>({int(x)}ll)"
     value = torch.tensor(x, dtype=wide(dtype)).item()
     if math.isnan(value):
-        return f'static_cast<{kind}>(__builtin_nanf(""))'
+        return f"static_cast<{kind}>(not_a_number())"
     if math.isinf(value):
-        return f"static_cast<{kind}>({'-' if value < 0 else ''}__builtin_huge_valf())"
+        return f"static_cast<{kind}>({'-' if value < 0 else ''}kInfinity)"
     return f"{value.hex()}{'f' if kind == 'float' else ''}"
 
 
@@ -246,8 +246,8 @@ def _test(form: str, of_whole: str) -> Rule:
 
 
 RULES["aten::isnan"] = _test("{x} != {x}", "false")
-RULES["aten::isinf"] = _test("absolute({x}) == __builtin_huge_valf()", "false")
-RULES["aten::isfinite"] = _test("absolute({x}) < __builtin_huge_valf()", "true")
+RULES["aten::isinf"] = _test("absolute({x}) == kInfinity", "false")
+RULES["aten::isfinite"] = _test("absolute({x}) < kInfinity", "true")
 
 
 @_rule("softplus")

@@ -125,9 +125,9 @@ class FfaBackend(Backend):
         return found
 
     def reservations(self, facts: RequestFacts) -> list[str]:
-        general = ["general score mods"] if facts.score_steps is None else []
+        general = ["a general score mod"] if facts.score_steps is None else []
         if facts.has_bit_tiles:
-            general.append("masks with bit tiles")
+            general.append("a mask with bit tiles")
         if not facts.needs_backward:
             return general
         found = []

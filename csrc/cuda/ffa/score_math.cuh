@@ -9,6 +9,9 @@
 
 namespace score_math {
 
+constexpr float kInfinity = -ptx::negative_infinity;
+FFA_DEVICE float not_a_number() { return __uint_as_float(0x7fc00000u); }
+
 template <class T> constexpr bool kIsFloat = false;
 template <> inline constexpr bool kIsFloat<float> = true;
 template <> inline constexpr bool kIsFloat<double> = true;
