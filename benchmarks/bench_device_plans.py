@@ -5,7 +5,8 @@
 A row is one plan: ``fwd`` ragged tiles of 24 x 80 (query positions of a packed tile), ``bwd`` ragged key tiles of 128
 with steps of 64.  ``ms`` is our kernels launched one by one, ``graph_ms`` the same inside a CUDA graph, ``peak_mib``
 what planning allocates at most, intervals included.  Beside: torch's builder, and (documents, causal at 32K at most)
-stock ``create_block_mask``, compiled.  Targets: documents, causal in 0.15 ms at 32K and in 5 ms and 32 MiB at 1M.
+stock ``create_block_mask``, compiled, which also stands beside the plan of a dense table
+(``--stream``).  Targets: documents, causal in 0.15 ms at 32K and in 5 ms and 32 MiB at 1M.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
+import magi_flex
 from benchmarks.bench_tiles import plans
 from benchmarks.harness import RESULTS, Row, interleave, leave, table, write_results
 from benchmarks.workloads import document_lengths
@@ -53,11 +56,27 @@ def peak_mib(work: Callable[[], object]) -> float:
 
 def stock_block_mask(size: int) -> Callable[[], object]:
     """Stock FlexAttention's own plan of the documents, compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     ids = mods.documents_from_lengths(document_lengths(size), device="cuda")[0]
     compiled = torch.compile(create_block_mask)
     return lambda: compiled(mods.document_causal(ids), None, None, size, size, "cuda")
+
+
+def streamed(size: int, rounds: int) -> Row:
+    """The plan of a random table, which has no structure at all, beside stock ``create_block_mask``."""
+    allowed = torch.rand(size, size, device="cuda") < 0.5
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return allowed[q, k]
+
+    compiled = torch.compile(create_block_mask)
+    work: dict[str, Callable[[], object]] = {
+        "ours": lambda: magi_flex.plan(mask_mod, size, size, device="cuda"),
+        "stock_create_block_mask": lambda: compiled(mask_mod, None, None, size, size, "cuda"),
+    }
+    timings = interleave(work, repeats=min(rounds, 5), warmup=1, device="cuda")
+    beside = {"stock_create_block_mask": timings["stock_create_block_mask"].median_ms}
+    more = {"peak_mib": peak_mib(work["ours"]), "stock_peak_mib": peak_mib(work["stock_create_block_mask"])}
+    return Row("plan", "stream", "dense table", size, ms=timings["ours"].median_ms, beside=beside, more=more)
 
 
 def main() -> None:
@@ -65,6 +84,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="8192,32768,1048576")
     parser.add_argument("--masks", default="causal;documents, causal;window 1024, causal")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--stream", type=int, default=0, help="also the plan of a dense table of that many tokens")
     parser.add_argument("--directory", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -105,6 +125,10 @@ def main() -> None:
                 rows.append(Row("plan", "device", mask, size, direction=direction, ms=ms, beside=beside, more=more))
                 print(f"{mask}, {size}, {direction}: {more}", flush=True)
                 write_results("device_plans", rows, options.directory)
+    if options.stream:
+        rows.append(streamed(options.stream, options.rounds))
+        print(rows[-1], flush=True)
+        write_results("device_plans", rows, options.directory)
     print(table(rows))
 
 

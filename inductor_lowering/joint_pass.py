@@ -33,6 +33,7 @@ from inductor_lowering.translate import (
     in_cuda_graph,
     leave_to_faster_stock,
     refuse_stock_for_sharded,
+    serves_labels,
     translate,
 )
 from magi_flex.kernels.layout import dense_order
@@ -82,7 +83,7 @@ class _Rewriter:
         assert module is not None
         self.module: GraphModule = module
         self.handles: dict[Any, Node] = {}
-        self.intervals: dict[Any, list[Node] | None] = {}
+        self.intervals: dict[Any, tuple[list[Node], list[int]] | None] = {}
         self.sizes: dict[Any, Node] = {}
 
     def rewrite(self, calls: list[Node]) -> None:
@@ -131,7 +132,8 @@ class _Rewriter:
             op: Any = torch.ops.magi_flex.planned_attention.default
             plan: tuple[Any, ...] | None = None
             if in_cuda_graph(call, score, backend, needs_backward, score_grads):
-                plan = self._intervals(node, call, mask, mask_tensors, mask_ints)
+                labels = serves_labels(call, score, needs_backward, score_grads)
+                plan = self._intervals(node, call, mask, mask_tensors, mask_ints, labels)
             if plan is None:
                 ops = torch.ops.magi_flex
                 op = (ops.sharded_attention if mask.sharded else ops.attention).default
@@ -177,7 +179,8 @@ class _Rewriter:
             op: Any = torch.ops.magi_flex.planned_attention_backward.default
             plan: tuple[Any, ...] | None = None
             if in_cuda_graph(call, score, backend, True, any(needs_grad)):
-                plan = self._intervals(node, call, mask, mask_tensors, mask_ints)
+                labels = serves_labels(call, score, True, any(needs_grad))
+                plan = self._intervals(node, call, mask, mask_tensors, mask_ints, labels)
             if plan is None:
                 ops = torch.ops.magi_flex
                 op = (ops.sharded_attention_backward if mask.sharded else ops.attention_backward).default
@@ -224,35 +227,34 @@ class _Rewriter:
         return (self.handles[key], *own)
 
     def _intervals(
-        self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]
+        self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any], labels: bool
     ) -> tuple[Any, ...] | None:
-        """The same for a plan that is all in tensors of the graph; None where its size depends on data."""
+        """The same for a plan that is all in tensors of the graph; None where its size depends on data.
+
+        ``labels``: whether a mask by labels may be such a plan.
+        """
         if mask.is_full:
-            return ([],)
+            return ([], [])
         q, k = call.q.meta["val"], call.k.meta["val"]
         sizes = (*q.shape[:3], k.shape[2])
-        key = (mask, tuple(tensors), tuple(ints), sizes, q.device)
+        key = (mask, tuple(tensors), tuple(ints), sizes, q.device, labels)
         if key not in self.intervals:
-            shape: tuple[int, ...] | str = "a captured size that is not known"
-            if not any(isinstance(x, Node) for x in ints):
-                shape = mask.static_shape([x.meta["val"] for x in tensors], ints, *sizes)
-            if isinstance(shape, str):
-                logger.info("the plan of a mask stays outside of the CUDA graph: its size depends on %s", shape)
+            op, shapes = _planning_op(mask, [x.meta["val"] for x in tensors], ints, sizes, labels)
+            if op is None:
+                logger.info("the plan of a mask stays outside of the CUDA graph: its size depends on %s", shapes)
                 self.intervals[key] = None
             else:
-                both = self.graph.call_function(
-                    torch.ops.magi_flex.plan_intervals.default, (tensors, ints, mask.to_json(), *sizes, q.device)
-                )
+                whole = self.graph.call_function(op, (tensors, ints, mask.to_json(), *sizes, q.device))
                 with _fake_mode(q):
-                    both.meta["val"] = tuple(torch.empty(shape, dtype=torch.int32, device=q.device) for _ in range(2))
-                parts = [self.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
-                for i, part in enumerate(parts):
-                    part.meta["val"] = both.meta["val"][i]
-                for node in (both, *parts):
+                    values = [torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in shapes]
+                whole.meta["val"] = values if len(values) > 2 else tuple(values)
+                parts = [self.graph.call_function(operator.getitem, (whole, i)) for i in range(len(values))]
+                for part, value in zip(parts, values, strict=True):
+                    part.meta["val"] = value
+                for node in (whole, *parts):
                     _keep(node, anchor)
-                self.intervals[key] = parts
-        found = self.intervals[key]
-        return None if found is None else (found,)
+                self.intervals[key] = parts, list(ints[:2]) if mask.lists else []
+        return self.intervals[key]
 
     def _size(self, node: Node, value: torch.Tensor, dim: int) -> int | Node:
         size = value.shape[dim]
@@ -278,6 +280,24 @@ class _Rewriter:
 
     def _submodule(self, node: Node) -> GraphModule:
         return getattr(self.module, node.target)
+
+
+def _planning_op(
+    mask: MaskSpec, tensors: Sequence[torch.Tensor], ints: Sequence[Any], sizes: Sequence[Any], labels: bool
+) -> tuple[Any, Any]:
+    """The op that makes a mask's plan without the host, and its results' (shape, dtype); or None and why not.
+
+    ``tensors`` are fakes.
+    """
+    if any(isinstance(x, Node) for x in ints):
+        return None, "a captured size that is not known"
+    shape = mask.static_shape(tensors, ints, *sizes)
+    if not isinstance(shape, str):
+        return torch.ops.magi_flex.plan_intervals.default, [(shape, torch.int32)] * 2
+    labelled = mask.labelled_shapes(tensors, ints, *sizes) if labels else shape
+    if isinstance(labelled, str):
+        return None, shape
+    return torch.ops.magi_flex.plan_labels.default, magi_flex.ops.label_tensors(labelled)
 
 
 def _keep(node: Node, anchor: Node) -> None:

@@ -33,7 +33,7 @@ from magi_flex.intervals import RowIntervals
 
 _COMPARISONS = {"le", "lt", "ge", "gt", "eq", "ne"}
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
-_AND = {"bitwise_and", "logical_and", "__and__"}
+AND_NAMES = {"bitwise_and", "logical_and", "__and__"}
 _OR = {"bitwise_or", "logical_or", "__or__"}
 _NOT = {"bitwise_not", "logical_not"}
 _SAME = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"}
@@ -84,6 +84,23 @@ def static_intervals(
         if starts.shape[3] != q_len or any(a not in (1, b) for a, b in zip(starts.shape, (batch, heads), strict=False)):
             raise NotStatic("a mask made for other sizes")
         return RowIntervals.build(starts, ends, kv_len)
+    solver = solver_of(program, captures, batch, heads, q_len, kv_len, device)
+    return RowIntervals.empty(q_len, kv_len, device) if solver is None else solver.solve(solver.mask.result)
+
+
+def solver_of(
+    program: FxProgram,
+    captures: Sequence[Any],
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str,
+) -> Solver | None:
+    """For the conditions of a mask; None where there are no rows or no keys.
+
+    Raises NotStatic where a size is not known, UnsupportedMask where the program is no mask.
+    """
     for capture in captures:
         if isinstance(capture, torch.SymInt):
             raise NotStatic("a captured size that is not known")
@@ -92,11 +109,10 @@ def static_intervals(
     if any(step[0] == "literal" and isinstance(step[1], list) for step in program.steps):
         raise NotStatic("a table inside the mask_mod")
     if not q_len or not kv_len:
-        return RowIntervals.empty(q_len, kv_len, device)
+        return None
     shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in captures)
     indices = _indices(program.to_json(), shapes, q_len, kv_len)
-    mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
-    return _Solver(mask, indices).solve(mask.result)
+    return Solver(MaskProgram(program, captures, batch, heads, q_len, kv_len, device), indices)
 
 
 @dataclass(frozen=True)
@@ -165,28 +181,31 @@ def _indices(program: str, captures: tuple[Any, ...], q_len: int, kv_len: int) -
     return _Indices(FxProgram.from_json(program), like, q_len, kv_len)
 
 
-class _Solver:
+class Solver:
+    """Intervals of a mask's conditions."""
+
     def __init__(self, mask: MaskProgram, indices: _Indices) -> None:
         self.mask, self.indices = mask, indices
         self.q_len, self.kv_len = mask.sizes["q"], mask.sizes["k"]
 
     def solve(self, at: int) -> RowIntervals:
+        """The intervals of a step that is a condition.  Raises NotStatic where their number depends on data."""
         step = self.mask.steps[at]
         if "k" not in step.depends:
             return self._keep_rows(self._rows(at))
         if step.depends == {"k"} and self.indices.is_pure(at):
             return self._constant_keys(at)
         name = step.name.rpartition("::")[2]
-        if name in _AND | _OR:
+        if name in AND_NAMES | _OR:
             left, right = (self._condition(x) for x in step.args[:2])
-            return self._checked(left.intersect(right) if name in _AND else left.union(right))
+            return self.checked(left.intersect(right) if name in AND_NAMES else left.union(right))
         if name in _NOT:
-            return self._checked(self._condition(step.args[0]).complement())
+            return self.checked(self._condition(step.args[0]).complement())
         if name in _SAME:
             return self._condition(step.args[0])
         if name == "where":
             condition, left, right = (self._condition(x) for x in step.args)
-            return self._checked(condition.intersect(left).union(condition.complement().intersect(right)))
+            return self.checked(condition.intersect(left).union(condition.complement().intersect(right)))
         if name in _COMPARISONS:
             return self._compare(name, *step.args[:2])
         raise NotStatic(f"{step.name} of the query and the key")
@@ -200,7 +219,7 @@ class _Solver:
         return self.solve(x.step)
 
     @staticmethod
-    def _checked(intervals: RowIntervals) -> RowIntervals:
+    def checked(intervals: RowIntervals) -> RowIntervals:
         if intervals.max_intervals > MAX_SLOTS:
             raise NotStatic(f"up to {intervals.max_intervals} intervals a row")
         return intervals
@@ -221,7 +240,7 @@ class _Solver:
             [torch.full((1, 1, 1, self.q_len), x, dtype=torch.int32, device=self.mask.device) for x in bounds]
             for bounds in self.indices.runs(at)
         ]
-        return self._checked(RowIntervals.build(*(torch.cat(bounds, 2) for bounds in slots), self.kv_len))
+        return self.checked(RowIntervals.build(*(torch.cat(bounds, 2) for bounds in slots), self.kv_len))
 
     # ---- comparisons ----------------------------------------------------------------------------------------------
 
@@ -292,7 +311,7 @@ class _Solver:
         shape = (*begin.shape[:2], 1, self.q_len)
         bounds = (x[:, :, None].expand(shape) for x in (begin, end))
         intervals = RowIntervals.build(*bounds, self.kv_len)
-        return self._checked(intervals.complement()) if op == "ne" else intervals
+        return self.checked(intervals.complement()) if op == "ne" else intervals
 
     def _row_sum(self, side: _Side) -> Tensor:
         total = torch.full((1, 1, 1), side.constant, dtype=torch.int64, device=self.mask.device)

@@ -21,6 +21,7 @@ from inductor_lowering.sharded_masks import is_sharded
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import HopCall
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.kernels import label_attention
 from magi_flex.kernels.request import RequestFacts
 from magi_flex.kernels.route import AUTO, call_facts, check_choice, route, stock_is_faster
 from magi_flex.kernels.score_split import SCORE_ARGUMENTS, score_ops
@@ -182,6 +183,12 @@ def in_cuda_graph(call: HopCall, score: ScoreSpec, backend: str, needs_backward:
         return route(facts, backend).never_waits
     except ValueError:  # the chosen backend does not serve the call, which it says when it runs
         return False
+
+
+def serves_labels(call: HopCall, score: ScoreSpec, needs_backward: bool, score_grads: bool) -> bool:
+    """Whether a mask by labels can stay in the CUDA graph: whatever the labels are, the graph's kernels serve them."""
+    facts = _graph_facts(call, score, needs_backward, score_grads)
+    return facts is not None and not label_attention.objections(facts)
 
 
 def _value(x: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inductor_lowering.install import disable, enable, is_enabled
+    from magi_flex.attention_sink import with_sink
     from magi_flex.block_mask import create_block_mask, from_attn_slices, plan
     from magi_flex.explain_mask import explain
 
@@ -28,6 +29,7 @@ _HOMES = {
     "from_attn_slices": "magi_flex.block_mask",
     "plan": "magi_flex.block_mask",
     "explain": "magi_flex.explain_mask",
+    "with_sink": "magi_flex.attention_sink",
 }
 _SUBMODULES = ("mods", "distributed")
 
@@ -41,6 +43,7 @@ __all__ = [
     "is_enabled",
     "mods",
     "plan",
+    "with_sink",
 ]
 
 

@@ -34,6 +34,7 @@ class Explanation:
         routes: backend -> reasons why it does not serve such a call (none: it does), fastest first.
         stock_nbytes: bytes of the stock BlockMask of this mask.
         depends_on: what in the data the number of intervals depends on, so that planning has to look; or None.
+        by_labels: whether it is one equality of labels that does, with which planning need not look.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Explanation:
     routes: tuple[tuple[str, list[str]], ...]
     stock_nbytes: int
     depends_on: str | None
+    by_labels: bool
 
     @property
     def backend(self) -> str | None:
@@ -117,6 +119,11 @@ class Explanation:
             text = (
                 "the number of intervals follows from the mask_mod: nothing is read back, CUDA graphs can hold the plan"
             )
+        elif self.by_labels:
+            text = (
+                "a mask by labels: CUDA graphs can hold the plan, which is fast where each label stands in one run of "
+                "keys; outside of them one flag is read back"
+            )
         else:
             text = f"waits for the GPU once a mask: the number of intervals depends on {self.depends_on}"
         builder = objection(self.facts.device, self.plan.bit_tiles is not None)
@@ -178,6 +185,7 @@ def explain(
         raise ValueError(f"heads: {heads} given; query heads must be a multiple of key/value heads")
     device = _device(mask, device)
     plan, report, stock_nbytes = _solve(mask, q_len, kv_len, B, H, device)
+    depends_on, by_labels = _depends_on(mask, plan, B or 1, H or 1)
     facts = call_facts(
         device,
         (dtype, dtype, dtype),
@@ -197,21 +205,28 @@ def explain(
         facts=facts,
         routes=tuple(explain_route(facts)),
         stock_nbytes=stock_nbytes,
-        depends_on=_depends_on(mask, plan, B or 1, H or 1),
+        depends_on=depends_on,
+        by_labels=by_labels,
     )
 
 
-def _depends_on(mask: MaskMod | BlockMask | MaskPlan, plan: MaskPlan, batch: int, heads: int) -> str | None:
-    """What in the data the number of intervals depends on, or None where it follows from the mask_mod."""
+def _depends_on(
+    mask: MaskMod | BlockMask | MaskPlan, plan: MaskPlan, batch: int, heads: int
+) -> tuple[str | None, bool]:
+    """What in the data the number of intervals depends on, or None where it follows from the mask_mod; and whether
+    that is an equality of labels alone."""
     if isinstance(mask, MaskPlan):
-        return None if plan.bit_tiles is None else "bit tiles"
+        return None if plan.bit_tiles is None else "bit tiles", False
     mask_mod = mask.mask_mod if isinstance(mask, BlockMask) else mask
     if mask_mod is noop_mask:
-        return "block lists alone"
+        return "block lists alone", False
     program, captures = trace_mask_mod(mask_mod, plan.device)
     order, tensors, ints = split_captures(captures)
-    shape = MaskSpec(program.to_json(), order).static_shape(tensors, ints, batch, heads, plan.q_len, plan.kv_len)
-    return shape if isinstance(shape, str) else None
+    spec, sizes = MaskSpec(program.to_json(), order), (batch, heads, plan.q_len, plan.kv_len)
+    shape = spec.static_shape(tensors, ints, *sizes)
+    if not isinstance(shape, str):
+        return None, False
+    return shape, not isinstance(spec.labelled_shapes(tensors, ints, *sizes), str)
 
 
 def stock_block_mask_nbytes(batch: int, heads: int, q_len: int, kv_len: int, block: int = STOCK_BLOCK) -> int:

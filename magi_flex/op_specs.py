@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
 from magi_flex.score_steps import Sizes, build_steps
+
+if TYPE_CHECKING:
+    from inductor_lowering.packed_labels import LabelledIntervals
 
 logger = logging.getLogger("magi_flex")
 
@@ -51,6 +54,22 @@ class BuiltMask:
 
     plan: MaskPlan
     selected: bool = True
+
+
+@dataclass(frozen=True)
+class LabelledMask:
+    """A mask by labels (document ids), of which the host need not know whether a label returns.
+
+    Attributes:
+        intervals: the mask, where ``holds`` (a bool tensor): each label stands in one run, lists change nothing.
+        labels, blocks: what it is in any case: pairs of ``labels`` in blocks of state 1, all pairs of those of state
+            2; int8 ``[B, H, query blocks, key blocks]``, None without lists.
+    """
+
+    intervals: RowIntervals
+    holds: Tensor
+    labels: LabelledIntervals
+    blocks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -131,11 +150,9 @@ class MaskSpec:
 
         batch, heads, q_len, kv_len = sizes
         own = self if self.selection is None else replace(self, selection=None, selection_order="")
-        if objection(device, has_bit_tiles=False) is None and not isinstance(
-            own.static_shape(tensors, ints, *sizes), str
-        ):
-            intervals, agrees = own.static_intervals(tensors, ints, *sizes, device)
-            if agrees is None or bool(agrees):
+        if objection(device, has_bit_tiles=False) is None:
+            intervals = own._quick_intervals(tensors, ints, sizes, device)
+            if intervals is not None:
                 return MaskPlan(intervals)
         partial = full = None
         if self.lists:
@@ -154,26 +171,50 @@ class MaskSpec:
         program = _program(self.program)
         return plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
 
+    def _quick_intervals(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
+    ) -> RowIntervals | None:
+        """The mask by a fixed sequence of operations, one flag of which is read; None where there is no such."""
+        from inductor_lowering.static_intervals import NotStatic
+
+        holds: Tensor | None
+        try:
+            intervals, holds = self.static_intervals(tensors, ints, *sizes, device)
+        except NotStatic:
+            try:
+                mask = self.labelled_mask(tensors, ints, *sizes, device)
+                intervals, holds = mask.intervals, mask.holds
+            except NotStatic:
+                return None
+        return intervals if holds is None or bool(holds) else None
+
     def static_shape(
         self, tensors: Sequence[Tensor], ints: Sequence[int], batch: int, heads: int, q_len: int, kv_len: int
     ) -> tuple[int, ...] | str:
         """The shape of :meth:`static_intervals`, from the tensors' shapes and dtypes alone; or why it is not known."""
+        found = self._on_meta(self.static_intervals, tensors, ints, (batch, heads, q_len, kv_len))
+        return found if isinstance(found, str) else tuple(found[0].starts.shape)
+
+    def labelled_shapes(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], batch: int, heads: int, q_len: int, kv_len: int
+    ) -> LabelledMask | str:
+        """:meth:`labelled_mask` on the meta device; or why the mask has not that form."""
+        return self._on_meta(self.labelled_mask, tensors, ints, (batch, heads, q_len, kv_len))
+
+    def _on_meta(
+        self, compute: Callable[..., Any], tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes
+    ) -> Any | str:
         from inductor_lowering.mask_program import UnsupportedMask
         from inductor_lowering.static_intervals import NotStatic
 
-        if self.sharded:
-            return "a sequence shared by ranks"
-        if self.selection is not None:
-            return "a condition of the score mod"
         if not all(isinstance(size, int) for x in tensors for size in x.shape):
             return "a size that is not known"
         with unset_fake_temporarily():
             like = [torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in tensors]
             try:
-                intervals, _ = self.static_intervals(like, ints, batch, heads, q_len, kv_len, torch.device("meta"))
+                return compute(like, ints, *sizes, torch.device("meta"))
             except (NotStatic, UnsupportedMask) as reason:
                 return str(reason)
-        return tuple(intervals.starts.shape)
 
     def static_intervals(
         self,
@@ -190,29 +231,75 @@ class MaskSpec:
 
         Raises NotStatic where the number of intervals depends on the tensors' contents.
         """
-        from inductor_lowering.block_lists import agreement, listed_blocks
+        from inductor_lowering.block_lists import agreement
         from inductor_lowering.static_intervals import NotStatic, static_intervals
 
         sizes = (batch, heads, q_len, kv_len)
-        if not all(isinstance(size, int) for size in (*sizes, *ints)):
-            raise NotStatic("a size that is not known")
-        lists: Sequence[Tensor] = ()
-        block_size = (1, 1)
-        if self.lists:
-            count = 4 if self.full_lists else 2
-            lists, tensors = tensors[:count], tensors[count:]
-            block_size, ints = (ints[0], ints[1]), ints[2:]
-            check_mask_shape(lists[0].shape[:2], batch, heads)
+        lists, captures = self._lists_and_captures(tensors, ints, sizes)
         if self.program is None:
             if self.lists:
                 raise NotStatic("block lists alone")
             return RowIntervals.full(q_len, kv_len, device), None
-        captures = join_captures(self.order, tensors, ints)
         intervals = static_intervals(_program(self.program), captures, *sizes, device)
+        return intervals, None if lists is None else agreement(MaskPlan(intervals), *lists)
+
+    def labelled_mask(
+        self,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int],
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        device: torch.device,
+    ) -> LabelledMask:
+        """The mask by labels, with nothing read from the device.
+
+        Raises NotStatic where the mask_mod is no equality of labels AND conditions of a known number of intervals.
+        """
+        from inductor_lowering.block_lists import agreement
+        from inductor_lowering.packed_labels import labelled_intervals
+        from inductor_lowering.static_intervals import NotStatic
+
+        sizes = (batch, heads, q_len, kv_len)
+        lists, captures = self._lists_and_captures(tensors, ints, sizes)
+        if self.program is None:
+            raise NotStatic("no mask_mod")
+        labels = labelled_intervals(_program(self.program), captures, *sizes, device)
+        intervals, holds = labels.packed()
+        blocks = None
+        if lists is not None:
+            _, partial, full = lists
+            holds = holds & agreement(MaskPlan(intervals), *lists)
+            blocks = partial.to(torch.int8)
+            if full is not None:
+                blocks = torch.where(full, torch.full_like(blocks, 2), blocks)
+        return LabelledMask(intervals, holds, labels, blocks)
+
+    def _lists_and_captures(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes
+    ) -> tuple[tuple[tuple[int, int], Tensor, Tensor | None] | None, tuple[Any, ...]]:
+        """(block size, which blocks are listed as partial, and as full) or None without lists; the mask_mod's captures.
+
+        Raises NotStatic where the intervals of the mask cannot be had without reading from the device.
+        """
+        from inductor_lowering.block_lists import listed_blocks
+        from inductor_lowering.static_intervals import NotStatic
+
+        if self.sharded:
+            raise NotStatic("a sequence shared by ranks")
+        if self.selection is not None:
+            raise NotStatic("a condition of the score mod")
+        if not all(isinstance(size, int) for size in (*sizes, *ints)):
+            raise NotStatic("a size that is not known")
         if not self.lists:
-            return intervals, None
-        listed = [listed_blocks(*lists[i : i + 2], block_size, q_len, kv_len) for i in range(0, len(lists), 2)]
-        return intervals, agreement(MaskPlan(intervals), block_size, listed[0], listed[1] if len(listed) > 1 else None)
+            return None, join_captures(self.order, tensors, ints)
+        count = 4 if self.full_lists else 2
+        lists, tensors = tensors[:count], tensors[count:]
+        block_size, ints = (ints[0], ints[1]), ints[2:]
+        check_mask_shape(lists[0].shape[:2], *sizes[:2])
+        listed = [listed_blocks(*lists[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
+        return (block_size, listed[0], listed[1] if self.full_lists else None), join_captures(self.order, tensors, ints)
 
 
 @dataclass(frozen=True)

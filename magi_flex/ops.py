@@ -18,13 +18,15 @@ from torch import Tensor
 
 from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import label_attention
 from magi_flex.kernels.checks import check_inputs
+from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import BuiltMask, MaskSpec, ScoreSpec
+from magi_flex.op_specs import BuiltMask, LabelledMask, MaskSpec, ScoreSpec
 
 _library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
 
@@ -55,15 +57,19 @@ _library.define(
     "Device device) -> (Tensor, Tensor)"
 )
 _library.define(
-    "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, "
-    "str score, float scale, str backend, bool needs_backward, int[] out_order, bool max_score=True) "
-    "-> (Tensor, Tensor, Tensor)",
+    "plan_labels(Tensor[] tensors, int[] ints, str spec, int batch, int heads, int q_len, int kv_len, Device device) "
+    "-> Tensor[]"
+)
+_library.define(
+    "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, int[] block_size, Tensor[] score_tensors, "
+    "SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, int[] out_order, "
+    "bool max_score=True) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
 _library.define(
     "planned_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
-    "Tensor[] intervals, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
-    "int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
+    "Tensor[] intervals, int[] block_size, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, "
+    "str backend, int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -90,7 +96,7 @@ def plan_handle(
     """int64 [1] on the CPU: the key of the mask's plan, which lives as long as this tensor's memory."""
     mask = MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
     key = plan_memo.new_key()
-    handle = torch.tensor([key], dtype=torch.int64)
+    handle = torch.tensor([key], dtype=torch.int64, device="cpu")
     plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), mask)
     return handle
 
@@ -144,6 +150,45 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
     return torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
 
+@torch.library.impl(_library, "plan_labels", "CompositeExplicitAutograd")
+def plan_labels(
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    spec: str,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """(starts, ends) of a mask by labels (MaskSpec.labelled_mask), empty where they are not the mask, and the tensors
+    of a LabelledAttention, which then is."""
+    mask = MaskSpec.from_json(spec).labelled_mask(tensors, ints, batch, heads, q_len, kv_len, device)
+    starts = torch.where(mask.holds, mask.intervals.starts, kv_len)
+    ends = torch.where(mask.holds, mask.intervals.ends, 0)
+    labels = mask.labels
+    wanted = (~mask.holds).to(torch.int32).view(1)
+    rest = (labels.rest.starts, labels.rest.ends, labels.row_labels, labels.key_labels)
+    found = (starts, ends, *(x.clone(memory_format=torch.contiguous_format) for x in rest), wanted)
+    return [*found] if mask.blocks is None else [*found, mask.blocks]
+
+
+@torch.library.register_fake("magi_flex::plan_labels", lib=_library)
+def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore[no-untyped-def]
+    mask = MaskSpec.from_json(spec).labelled_shapes(tensors, ints, batch, heads, q_len, kv_len)
+    if isinstance(mask, str):
+        raise RuntimeError(f"plan_labels: the mask is none by labels: {mask}")
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in label_tensors(mask)]
+
+
+def label_tensors(mask: LabelledMask) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what ``plan_labels`` gives."""
+    intervals, rest = tuple(mask.intervals.starts.shape), tuple(mask.labels.rest.starts.shape)
+    labels = [(tuple(x.shape), x.dtype) for x in (mask.labels.row_labels, mask.labels.key_labels)]
+    found = [*((x, torch.int32) for x in (intervals, intervals, rest, rest)), *labels, ((1,), torch.int32)]
+    return found if mask.blocks is None else [*found, (tuple(mask.blocks.shape), torch.int8)]
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
@@ -167,10 +212,16 @@ def run_forward(
     needs_backward: bool,
     out_order: Sequence[int],
     max_score: bool = True,
+    labelled: LabelledAttention | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request."""
+    """(out, lse, max_score) as AttentionOutput has them, by the backend that serves the request.
+
+    ``labelled``: the mask in place of ``plan``, where its flag says so.
+    """
     request = _request(q, k, v, plan, scale, score, max_score)
     result = route(facts_of(request, needs_backward), backend).forward(request)
+    if labelled is not None:
+        label_attention.forward(request, labelled, result)
     return in_order(result.out, out_order), result.lse, result.max_score
 
 
@@ -189,11 +240,14 @@ def run_backward(
     q_order: Sequence[int],
     k_order: Sequence[int],
     v_order: Sequence[int],
+    labelled: LabelledAttention | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """(dq, dk, dv, gradients of the score mod's captures that want one, in order)."""
+    """(dq, dk, dv, gradients of the score mod's captures that want one, in order); ``labelled`` as in the forward."""
     request = _request(q, k, v, plan, scale, score)
     d_out = torch.zeros_like(out) if d_out is None else d_out
     grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
+    if labelled is not None:
+        label_attention.backward(request, labelled, out, lse, d_out, d_lse, grads)
     dk, dv = (
         grad if grad.shape == x.shape else grad.sum(0, keepdim=True, dtype=stats_dtype(grad.dtype)).to(grad.dtype)
         for grad, x in ((grads.dk, k), (grads.dv, v))
@@ -285,12 +339,17 @@ def _fake_forward(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tenso
     return out, lse, torch.empty_like(lse)
 
 
-def _planned(intervals: Sequence[Tensor], q: Tensor, k: Tensor) -> MaskPlan:
-    """The plan of given intervals; of none: every pair attends."""
+def _planned(
+    intervals: Sequence[Tensor], block_size: Sequence[int], q: Tensor, k: Tensor
+) -> tuple[MaskPlan, LabelledAttention | None]:
+    """The plan of given intervals (none: every pair attends), and what takes its place where labels return."""
     kv_len = k.shape[2]
     if not intervals:
-        return MaskPlan(RowIntervals.full(q.shape[2], kv_len, q.device))
-    return MaskPlan(RowIntervals(intervals[0], intervals[1], kv_len))
+        return MaskPlan(RowIntervals.full(q.shape[2], kv_len, q.device)), None
+    plan = MaskPlan(RowIntervals(intervals[0], intervals[1], kv_len))
+    if len(intervals) == 2:
+        return plan, None
+    return plan, LabelledAttention.from_tensors(intervals[2:], block_size, kv_len)
 
 
 @torch.library.impl(_library, "planned_attention", "CompositeExplicitAutograd")
@@ -299,6 +358,7 @@ def planned_attention(
     k: Tensor,
     v: Tensor,
     intervals: Sequence[Tensor],
+    block_size: Sequence[int],
     score_tensors: Sequence[Tensor],
     score_ints: Sequence[int],
     score: str,
@@ -312,12 +372,12 @@ def planned_attention(
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
     with nothing_kept():
-        plan = _planned(intervals, q, k)
-        return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score)
+        plan, labelled = _planned(intervals, block_size, q, k)
+        return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score, labelled)
 
 
 @torch.library.register_fake("magi_flex::planned_attention", lib=_library)
-def _(q, k, v, intervals, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
+def _(q, k, v, intervals, block_size, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
     return _fake_forward(q, v, out_order)
 
 
@@ -331,6 +391,7 @@ def planned_attention_backward(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     intervals: Sequence[Tensor],
+    block_size: Sequence[int],
     score_tensors: Sequence[Tensor],
     score_ints: Sequence[int],
     score: str,
@@ -343,14 +404,15 @@ def planned_attention_backward(
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
     with nothing_kept():
+        plan, labelled = _planned(intervals, block_size, q, k)
         return run_backward(
-            *(q, k, v, out, lse, d_out, d_lse, _planned(intervals, q, k), program, scale, backend),
-            *(q_order, k_order, v_order),
+            *(q, k, v, out, lse, d_out, d_lse, plan, program, scale, backend),
+            *(q_order, k_order, v_order, labelled),
         )
 
 
 @torch.library.register_fake("magi_flex::planned_attention_backward", lib=_library)
-def _(q, k, v, out, lse, d_out, d_lse, intervals, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
+def _(q, k, v, out, lse, d_out, d_lse, intervals, block_size, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
     return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
 
 

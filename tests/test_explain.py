@@ -57,15 +57,18 @@ def test_planning_on_a_gpu() -> None:
     """Whether the GPU is waited for is said where the call would run on one."""
     ids = torch.arange(40) // 9
     said = {}
-    for name in ("document_causal", "sliding_window"):
-        mask_mod = mods.document_causal(ids) if name == "document_causal" else mods.sliding_window(7)
+    masks = {
+        "document_causal": mods.document_causal(ids),
+        "sliding_window": mods.sliding_window(7),
+        "chosen keys": lambda b, h, q, k: (ids[k] > 1) & (k <= q),
+    }
+    for name, mask_mod in masks.items():
         explanation = magi_flex.explain(mask_mod, 40, 40)
         assert "planning" not in str(explanation)
         on_gpu = replace(explanation.facts, device=torch.device("cuda"))
         said[name] = "\n".join(replace(explanation, facts=on_gpu)._device_lines())
-    assert (
-        "waits for the GPU once a mask: the number of intervals depends on captured values" in said["document_causal"]
-    )
+    assert "waits for the GPU once a mask: the number of intervals depends on captured values" in said["chosen keys"]
+    assert "a mask by labels: CUDA graphs can hold the plan" in said["document_causal"]
     assert "nothing is read back" in said["sliding_window"]
     assert all("tiles by torch: " in text for text in said.values())
 

@@ -14,6 +14,8 @@ from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
+from tests.cases.score_mods import ScoreMod
+from tests.cases.score_programs import traced_score
 from tests.cases.score_steps import step_programs, steps_mod
 from tests.emulation import emulator
 
@@ -154,3 +156,56 @@ def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
     assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
     assert_within_factor(result.max_score, rounded.max_score, exact.max_score, floor=1e-5)
+
+
+def random_bits(q_len: int, kv_len: int) -> MaskPlan:
+    """Rows of random bits, with tiles that are empty or full among them, then causal rows and empty ones."""
+    torch.manual_seed(q_len)
+    mask = torch.rand(1, 1, q_len, kv_len) < 0.5
+    mask[..., :128, 128:256] = q_len % 2 == 0
+    mask[..., 128:, :] = torch.arange(kv_len) <= torch.arange(q_len - 128)[:, None]
+    mask[..., 3:7, :] = mask[..., -1, :] = False
+    plan = MaskPlan.from_dense(mask)
+    assert plan.bit_tiles is not None and plan.area() > plan.intervals.area() > 0
+    return plan
+
+
+def test_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, (q_len, kv_len, deterministic) in enumerate(((150, 290, False), (139, 300, True))):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+        request = AttentionRequest(q, k, v, random_bits(q_len, kv_len), 0.1, deterministic=deterministic)
+        result = FfaBackend().forward(request)
+        exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
+        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
+        check_backward(request, d_out)
+
+
+def test_general_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    q_len, kv_len = 70, 131
+    torch.manual_seed(0)
+    captures = (torch.randn(HEADS, 5), torch.tensor(0.7))
+
+    def bind(table: Tensor, factor: Tensor) -> ScoreMod:
+        return lambda s, b, h, q, k: torch.tanh(s) * factor + table[h, (q - k) % 5].to(s.dtype)
+
+    for seed, deterministic in enumerate((False, True)):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+        request = AttentionRequest(
+            q, k, v, scattered(q_len, kv_len), 0.2, traced_score(bind, captures), deterministic=deterministic
+        )
+        mod = bind(captures[0].double(), captures[1].double())
+        exact, rounded = (
+            dense_attention_with_gradients(
+                q, k, v, d_out, None, request.plan.to_dense(), mod, (), request.scale, dtype
+            )
+            for dtype in (torch.float64, q.dtype)
+        )  # fmt: skip
+        result = FfaBackend().forward(request)
+        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
+        gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
+        for name in ("dq", "dk", "dv"):
+            assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)

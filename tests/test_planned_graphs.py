@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import magi_flex
 from inductor_lowering import translate
 from magi_flex import mods, ops
+from magi_flex.kernels import label_attention
 from magi_flex.kernels.cpu import CpuBackend
+from magi_flex.kernels.label_attention import LabelledAttention
+from magi_flex.kernels.request import AttentionOutput, AttentionRequest
 from magi_flex.kernels.tiled_torch import TiledBackend
+from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import MaskSpec
 from tests.compiling import check_training, qkv
 
@@ -119,6 +124,72 @@ def test_intervals_that_depend_on_data(counts: Counts) -> None:
         assert torch.Tag.cudagraph_unsafe in op.default.tags
     for op in (torch.ops.magi_flex.planned_attention, torch.ops.magi_flex.planned_attention_backward):
         assert torch.Tag.cudagraph_unsafe not in op.default.tags
+
+
+@pytest.fixture
+def labels_served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """As if there were a GPU for attention by labels, which a compile cache does not know; what was wanted of it."""
+    wanted: list[bool] = []
+
+    def forward(request: AttentionRequest, mask: LabelledAttention, results: AttentionOutput) -> None:
+        wanted.append(bool(mask.wanted))
+        if wanted[-1]:
+            right = TiledBackend().forward(exact(request, mask))
+            for x, y in zip((results.out, results.lse, results.max_score), vars(right).values(), strict=True):
+                x.copy_(y)
+
+    def backward(request: AttentionRequest, mask: LabelledAttention, *given: Any) -> None:
+        *given, results = given  # type: ignore[assignment]
+        wanted.append(bool(mask.wanted))
+        if wanted[-1]:
+            right = TiledBackend().backward(exact(request, mask), *given)
+            for name in ("dq", "dk", "dv"):
+                getattr(results, name).copy_(getattr(right, name))
+
+    def exact(request: AttentionRequest, mask: LabelledAttention) -> AttentionRequest:
+        dense = mask.rest.to_dense() & (mask.row_labels[..., None] == mask.key_labels[:, :, None])
+        if mask.blocks is not None:
+            state = mask.blocks.repeat_interleave(mask.block_size[0], 2).repeat_interleave(mask.block_size[1], 3)
+            state = state[..., :S, :S]
+            dense = (state == 2) | ((state == 1) & dense)
+        return replace(request, plan=MaskPlan.from_dense(dense))
+
+    monkeypatch.setattr(label_attention, "objections", lambda facts: [])
+    monkeypatch.setattr(label_attention, "forward", forward)
+    monkeypatch.setattr(label_attention, "backward", backward)
+    with inductor_config.patch(force_disable_caches=True):
+        yield wanted
+
+
+def test_labels(counts: Counts, labels_served: list[bool]) -> None:
+    """Packed documents are intervals of the graph; where labels return, the graph's other kernels do the work."""
+    compiler = CompileCounterWithBackend("inductor")
+    function = torch.compile(two_layers, fullgraph=True, dynamic=False, backend=compiler)
+    row = torch.arange(S)
+    for ids, returns in ((row // 20, False), (row % 3, True), (row // 33, False), (9 - row // 10, False)):
+        mask = create_block_mask(mods.document_causal(ids), None, None, S, S, "cpu", BLOCK_SIZE=16)
+        dense = (ids[:, None] == ids) & torch.ones(S, S, dtype=torch.bool).tril()
+        labels_served.clear()
+        check_training(function, qkv(q_len=S), dense.view(1, 1, S, S), mask)
+        assert labels_served == [returns] * 4
+    fewer = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks.clamp(max=1),
+        mask.kv_indices,
+        mask.full_kv_num_blocks,
+        mask.full_kv_indices,
+        (16, 16),
+        mask.mask_mod,
+        (S, S),
+    )
+    wanted = dense_of_lists(fewer) & dense
+    labels_served.clear()
+    check_training(function, qkv(q_len=S), wanted.view(1, 1, S, S), fewer)
+    assert labels_served == [True] * 4
+    assert counts.looked == 0 and compiler.frame_count == 1
+
+
+def dense_of_lists(mask: BlockMask) -> Tensor:
+    return mask.to_dense()[0, 0].bool().repeat_interleave(16, 0).repeat_interleave(16, 1)[:S, :S]
 
 
 def test_no_mask(counts: Counts) -> None:

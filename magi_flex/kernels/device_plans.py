@@ -5,10 +5,10 @@ differences, all of them within what kernels must take:
 
 - Arrays have a capacity that follows from the sizes alone.  Row tiles past ``head_ptr[-1]`` are empty (begin = end = 0,
   no runs), and run lists hold nothing of meaning past the last entry of their ``ptr``.
-- A row tile has at most ``2 R + 2`` touched and ``2 R + 1`` full spans for R intervals a row.  What is over is served
-  as partial: the last touched span takes everything that is left, full spans too many are not listed.  So there are at
-  most ``2 R + 1`` full and ``4 R + 3`` partial runs a tile (every partial run ends with a touched span or before a
-  full run), and the plan is right for any mask.
+- A row tile has at most ``2 R + 2`` touched and ``2 R + 1`` full spans for R intervals a row (a power of two).  What is
+  over is served as partial: the last touched span takes everything that is left, full spans too many are not listed.
+  So there are at most ``2 R + 1`` full and ``4 R + 3`` partial runs a tile (every partial run ends with a touched span
+  or before a full run), and the plan is right for any mask.
 - Ragged tiles: every chosen stretch adds less than one tile to the ``rows / height`` of a plan without breaks, and
   there is at most one break in ``height / 4`` rows and one where a head begins.
 
@@ -66,8 +66,8 @@ def build_device_plan(
     count tiles by columns exactly where the starts and ends of each interval slot ascend with the rows; elsewhere the
     cuts are only as good as that guess, and the runs exact all the same.
     """
-    starts, ends = intervals.starts.contiguous(), intervals.ends.contiguous()
-    batch, heads, slots, q_len = starts.shape
+    starts, ends = _padded_slots(intervals)
+    batch, heads, _, q_len = starts.shape
     kv_len, device = intervals.kv_len, starts.device
     height, step = (kv_tile, q_tile) if transposed else (q_tile, kv_tile)
     rows = kv_len if transposed else q_len
@@ -98,6 +98,16 @@ def _int32(tiles: RowTiles) -> RowTiles:
 
 def _power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
+
+
+def _padded_slots(intervals: RowIntervals) -> tuple[Tensor, Tensor]:
+    """Starts and ends, contiguous, for a power of two of intervals: kernels are compiled for each number."""
+    starts, ends = intervals.starts, intervals.ends
+    missing = _power_of_two(starts.shape[2]) - starts.shape[2]
+    if missing:
+        starts = torch.nn.functional.pad(starts, (0, 0, 0, missing), value=intervals.kv_len)
+        ends = torch.nn.functional.pad(ends, (0, 0, 0, missing))
+    return starts.contiguous(), ends.contiguous()
 
 
 def room(slots: int) -> tuple[int, int]:
@@ -135,14 +145,7 @@ class _Runs:
     ) -> None:
         self.starts, self.ends, self.kv_len, self.tiles = starts, ends, kv_len, tiles
         self.step, self.align, self.grid = step, align, grid
-        slots, device = starts.shape[2], starts.device
-        self.touched, self.full = room(slots)
-        count = len(tiles.begin)
-        self.counts = torch.empty(count, dtype=torch.int64, device=device)
-        self.partial_ptr = torch.empty(count + 1, dtype=torch.int32, device=device)
-        self.full_ptr = torch.empty_like(self.partial_ptr)
-        self.partial_runs = torch.empty(count * (self.touched + self.full), 2, dtype=torch.int32, device=device)
-        self.full_runs = torch.empty(count * self.full, 2, dtype=torch.int32, device=device)
+        self.touched, self.full = room(starts.shape[2])
 
     def of_row_tiles(self, height: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots = self.starts.shape[2]
@@ -163,26 +166,26 @@ class _Runs:
         self, kernel: object, inputs: tuple[Tensor, ...], sizes: tuple[int, ...], options: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tiles = (self.tiles.begin, self.tiles.end, self.tiles.head)
-        lists = (self.partial_ptr, self.full_ptr, self.partial_runs, self.full_runs)
         lanes = _power_of_two(max(self.touched, self.full) + 1)
-        totals = self.counts
-        for write in (False, True):
-            kernel[(len(self.counts),)](  # type: ignore[index]
-                *inputs,
-                *tiles,
-                self.counts,
-                totals,
-                *lists,
-                *sizes,
-                *options,
-                lanes,
-                self.touched,
-                self.full,
-                self.grid,
-                write,
+        count, device = len(self.tiles.begin), self.starts.device
+
+        def launch(totals: Tensor, lists: tuple[Tensor, ...], write: bool) -> None:
+            kernel[(count,)](  # type: ignore[index]
+                *(*inputs, *tiles, totals, *lists, *sizes, *options),
+                *(lanes, self.touched, self.full, self.grid, write),
             )
-            totals = self.counts.cumsum(0)
-        return self.full_ptr, self.full_runs, self.partial_ptr, self.partial_runs
+
+        counts = torch.empty(count, dtype=torch.int64, device=device)
+        launch(counts, (counts,) * 4, write=False)
+        totals = counts.cumsum(0)
+        del counts  # the lists, made now, are what takes memory
+        partial_ptr, full_ptr = (torch.empty(count + 1, dtype=torch.int32, device=device) for _ in range(2))
+        partial_runs, full_runs = (
+            torch.empty(count * most, 2, dtype=torch.int32, device=device)
+            for most in (self.touched + self.full, self.full)
+        )
+        launch(totals, (partial_ptr, full_ptr, partial_runs, full_runs), write=True)
+        return full_ptr, full_runs, partial_ptr, partial_runs
 
 
 # ---- ragged tiles ---------------------------------------------------------------------------------------------------
@@ -220,6 +223,8 @@ def _ragged_tiles(starts: Tensor, ends: Tensor, rows: int, height: int, step: in
     ranks = torch.nn.functional.pad(best > 0, (1, 0), value=True).flatten().cumsum(0, dtype=torch.int32)
     breaks = torch.full((most_breaks + 2,), total, dtype=torch.int32, device=device)
     cuts.list_breaks[(-(-most_breaks // _LANES),)](best, ranks, breaks, most_breaks, buckets, rows, _LANES)
+    first_break = ranks.view(count, buckets + 1)[:, 0] - 1
+    del best, ranks  # what is large goes as soon as it is used
 
     bits = most_breaks.bit_length() + 1
     model = {"OVERHEAD": int(4 * TILE_OVERHEAD), "SHORT": int(4 * SHORT_STEP), "ROWS": _power_of_two(height)}
@@ -242,6 +247,7 @@ def _ragged_tiles(starts: Tensor, ends: Tensor, rows: int, height: int, step: in
     cuts.shortest_paths[(most_breaks,)](
         breaks, costs, came_from, total, rows, height, reach, _power_of_two(reach), _PATH, num_warps=1
     )
+    del costs, from_front, from_end, whole_totals
     tiles, stretch_end, is_from_end = zeros(3, most_breaks)
     cuts.choose_stretches[(most_breaks,)](
         breaks, came_from, counts_from_end, tiles, stretch_end, is_from_end, total, rows, height, _PATH, num_warps=1
@@ -253,6 +259,5 @@ def _ragged_tiles(starts: Tensor, ends: Tensor, rows: int, height: int, step: in
         *(breaks, tiles, tile_totals, stretch_end, is_from_end, begin, end, head),
         *(most_breaks, most_tiles, rows, height, align, bits, _LANES),
     )
-    first_break = ranks.view(count, buckets + 1)[:, 0] - 1
     before = tile_totals[first_break] - tiles[first_break]
     return RowTiles(torch.cat((before, tile_totals[-1:])), begin, end, head)

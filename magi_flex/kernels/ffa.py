@@ -14,16 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
 from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
+from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
-from magi_flex.kernels.ffa_score import kernel_score
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
 from magi_flex.kernels.ffa_split import key_parts, launch_combine, split_plan
 from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
@@ -111,20 +113,23 @@ class FfaBackend(Backend):
             found.append(
                 f"serves head dims up to 256 that are multiples of 8, not {facts.head_dim} and {facts.v_head_dim}"
             )
-        if facts.score_steps is None:
-            found.append("the score mod is not one of the simple steps it knows")
-        else:
-            if any(step in (Distance, Bias) for step in facts.score_steps) and facts.index_map:
-                found.append("positions that a score mod sees must be the local ones")
+        unknown = sorted(facts.score_ops - SUPPORTED)
+        if unknown:
+            found.append(f"cannot generate code for {', '.join(unknown)} in a score mod")
+        if facts.index_map and any(step in (Distance, Bias) for step in facts.score_steps or ()):
+            found.append("positions that the steps of a score mod see must be the local ones")
+        if facts.needs_backward and not facts.linear_gradient:
+            found.append("the gradient of the score mod is not a multiple of the gradient that it gets")
         if facts.score_grads:
             found.append("gradients of what a score mod captures are not computed")
-        if facts.has_bit_tiles:
-            found.append("masks with bit tiles are not in the kernel")
         return found
 
     def reservations(self, facts: RequestFacts) -> list[str]:
+        general = ["a general score mod"] if facts.score_steps is None else []
+        if facts.has_bit_tiles:
+            general.append("a mask with bit tiles")
         if not facts.needs_backward:
-            return []
+            return general
         found = []
         if max(facts.head_dim, facts.v_head_dim) > 128:
             found.append(f"head dims {facts.head_dim} and {facts.v_head_dim}")
@@ -132,7 +137,7 @@ class FfaBackend(Backend):
             found.append("score steps")
         if facts.deterministic:
             found.append("a fixed order of sums")
-        return [f"its backward with {what}" for what in found]
+        return general + [f"its backward with {what}" for what in found]
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
@@ -159,9 +164,7 @@ class FfaBackend(Backend):
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        assert request.score.steps is not None, "objections() turns general score mods away"
-        scale, steps = leading_factors(request.scale, request.score.steps)
-        score = kernel_score(steps) if steps else None
+        scale, score = _scale_and_score(request, backward=False)
         if score is None:
             q, scale = positive_scale(q, scale)
         instance = forward_instance(
@@ -175,8 +178,10 @@ class FfaBackend(Backend):
             batch * heads * q_len,
             multiprocessors(q.device.index),
             accumulate,
+            score.generated if score else None,
+            request.plan.bit_tiles is not None,
         )
-        if score is None and not accumulate:
+        if score is None and not accumulate and request.plan.bit_tiles is None:
             processors = multiprocessors(q.device.index)
             tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
             parts = key_parts(tiles, k.shape[2], processors)
@@ -197,6 +202,7 @@ class FfaBackend(Backend):
                 result.max_score,
                 score,
                 request.sm_margin,
+                contiguous_bit_tiles(request.plan),
             )
 
     def _forward_in_parts(
@@ -233,13 +239,18 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        assert request.score.steps is not None
-        scale, steps = leading_factors(request.scale, request.score.steps)
-        score = kernel_score(steps) if steps else None
-        kinds = score.kinds if score else ()
+        scale, score = _scale_and_score(request, backward=True)
         deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
         instance = backward_instance(
-            q.dtype, q.shape[3], v.shape[3], request.wide_results, out.dtype == torch.float32, deterministic, kinds
+            q.dtype,
+            q.shape[3],
+            v.shape[3],
+            request.wide_results,
+            out.dtype == torch.float32,
+            deterministic,
+            score.kinds if score else (),
+            score.generated if score else None,
+            request.plan.bit_tiles is not None,
         )
         with torch.cuda.device(q.device):
             gradient_q = None
@@ -264,8 +275,17 @@ class FfaBackend(Backend):
                 score,
                 gradient_q,
                 request.sm_margin,
+                contiguous_bit_tiles(request.plan),
             )
         return gradients
+
+
+def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
+    """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
+    if request.score.steps is None:
+        return request.scale, generated_score(request.score, request.q.device, backward)
+    scale, steps = leading_factors(request.scale, request.score.steps)
+    return scale, kernel_score(steps) if steps else None
 
 
 @functools.cache
@@ -296,6 +316,8 @@ def forward_instance(
     rows: int | None = None,
     multiprocessors: int = 132,
     accumulate: bool = False,
+    generated: GeneratedCode | None = None,
+    bit_tiles: bool = False,
 ) -> ForwardInstance:
     """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
 
@@ -306,7 +328,7 @@ def forward_instance(
     assert pair is not None, "objections() turns other head dims away"
     two = _TWO_WARPGROUPS[pair]
     three = _THREE_WARPGROUPS.get(pair, two)
-    if score_steps:
+    if score_steps or generated or bit_tiles:
         three = two  # three warpgroups have too few registers for them
     elif rows is not None:
         busy_two, busy_three = (_busy(rows / (64 * tiles.consumers * multiprocessors)) for tiles in (two, three))
@@ -314,8 +336,12 @@ def forward_instance(
             three = two
     *sizes, stage_out = three
     pack = packed_heads(group, mask_heads)
-    options = dict(wide_out=wide_out, accumulate=accumulate, score_steps=score_steps)
-    return ForwardInstance(dtype, *pair, *sizes, pack, stage_out and not wide_out, **options)
+    return ForwardInstance(
+        *(dtype, *pair, *sizes, pack, stage_out and not wide_out, wide_out, accumulate),
+        score_steps=score_steps,
+        generated=generated,
+        bit_tiles=bit_tiles,
+    )
 
 
 def _busy(row_tiles: float) -> float:
@@ -331,6 +357,8 @@ def backward_instance(
     wide_out: bool = False,
     deterministic: bool = False,
     score_steps: tuple[str, ...] = (),
+    generated: GeneratedCode | None = None,
+    bit_tiles: bool = False,
 ) -> BackwardInstance:
     """The variant for these head dims.
 
@@ -342,14 +370,16 @@ def backward_instance(
     pair = next((pair for pair in _BACKWARD if head_dim <= pair[0] and v_dim <= pair[1]), None)
     assert pair is not None, "objections() turns other head dims away"
     rows, keys, sum_dq = _BACKWARD[pair]
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq and not deterministic, wide, wide_out, score_steps)
+    sum_dq = sum_dq and not deterministic
+    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
 
 
 def gradient_q_instance(instance: BackwardInstance, group: int, mask_heads: int) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
     pack = packed_heads(group, mask_heads)
-    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, instance.wide, instance.score_steps)
+    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles)
+    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, *rest)
 
 
 def packed_heads(group: int, mask_heads: int) -> int:
@@ -381,6 +411,14 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
     return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
+
+
+def contiguous_bit_tiles(plan: MaskPlan) -> BitTiles | None:
+    tiles = plan.bit_tiles
+    if tiles is None:
+        return None
+    tensors = (tiles.row_ptr, tiles.cols, tiles.slot, tiles.bits)
+    return BitTiles(tiles.q_tile, tiles.kv_tile, *(x.contiguous() for x in tensors))
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

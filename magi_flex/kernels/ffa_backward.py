@@ -14,14 +14,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance, launch_gradient_q
-from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_launch import (
+    BIT_TILES,
+    LOG2_E,
+    LauncherCache,
+    bit_tile_values,
+    kernel_dtype,
+    multiprocessors,
+)
 from magi_flex.kernels.ffa_schedule import Schedule
-from magi_flex.kernels.ffa_score import STEP, KernelScore
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # BackwardParams of the kernel between its four tensor maps and the score steps, PrepareParams and FinishParams.
 _BACKWARD_PARAMS = "<10Q6i6Q6qQ8i3f4x"
@@ -44,6 +52,8 @@ class BackwardInstance:
         wide: dq, dk and dv are float32.
         wide_out: the output that is given is float32.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
+        generated: code in the place of steps.
+        bit_tiles: the mask may have bit tiles.
     """
 
     dtype: torch.dtype
@@ -55,6 +65,8 @@ class BackwardInstance:
     wide: bool = False
     wide_out: bool = False
     score_steps: tuple[str, ...] = ()
+    generated: GeneratedCode | None = None
+    bit_tiles: bool = False
 
     def defines(self) -> dict[str, object]:
         return {
@@ -66,17 +78,17 @@ class BackwardInstance:
             "FFA_SUM_DQ": self.sum_dq,
             "FFA_WIDE": self.wide,
             "FFA_WIDE_OUT": self.wide_out,
+            "FFA_BIT_TILES": self.bit_tiles,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": step_list(self.score_steps),
-        }
+        } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The backward kernel's parameters behind its tensor maps."""
-        return struct.Struct(_BACKWARD_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
+        return struct.Struct(_BACKWARD_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES)
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
-        return compile_cubin("ffa/backward.cu", self.defines())
+        return compile_cubin("ffa/backward.cu", self.defines(), generated=score_text(self.generated))
 
 
 class GradientQ(NamedTuple):
@@ -135,12 +147,13 @@ def launch_backward(
     score: KernelScore | None = None,
     gradient_q: GradientQ | None = None,
     sm_margin: int = 0,
+    bit_tiles: BitTiles | None = None,
 ) -> None:
     """Fill ``dq``, ``dk`` and ``dv`` on the current stream.
 
     All inputs are on the current device, ready for TMA (:func:`cuda_driver.is_tma_ready`) and not empty; head dims are
-    multiples of 8 and at most the instance's; ``lse`` (log2 domain) and ``d_lse`` are contiguous float32; the interval
-    tables are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for the
+    multiples of 8 and at most the instance's; ``lse`` (log2 domain) and ``d_lse`` are contiguous float32; the tables
+    of the mask are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for the
     instance's ``rows`` and ``keys``; ``score`` has the instance's steps; ``gradient_q`` is given unless the instance
     sums dq.  ``sm_margin`` multiprocessors are left to others.
 
@@ -239,6 +252,7 @@ def launch_backward(
         tiles,
         *scales,
         *(score.values if score else launcher.no_steps),
+        *bit_tile_values(bit_tiles),
     )
     grid = min(entries * replicas, max(1, launcher.multiprocessors - sm_margin))
     launcher.backward_kernel.launch(grid, _THREADS, launcher.backward, stream)
@@ -259,6 +273,7 @@ def launch_backward(
             dq_BHQD,
             score.values if score else (),
             sm_margin,
+            bit_tiles,
         )
     dq_blocks = row_blocks if instance.sum_dq else 0
     if dq_blocks + key_blocks == 0:

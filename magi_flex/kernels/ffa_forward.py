@@ -12,12 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import LOG2_E, LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_launch import (
+    BIT_TILES,
+    LOG2_E,
+    LauncherCache,
+    bit_tile_values,
+    kernel_dtype,
+    multiprocessors,
+)
 from magi_flex.kernels.ffa_schedule import Schedule
-from magi_flex.kernels.ffa_score import STEP, KernelScore
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # ForwardParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q2f13i4x"
@@ -41,6 +49,8 @@ class ForwardInstance:
         accumulate: out, lse and max_score are merged with what they hold, of other keys (only with ``wide_out``).
         split_keys: batch entries of q are parts of the keys of k's and v's batch entries, part by part.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
+        generated: code in the place of steps.
+        bit_tiles: the mask may have bit tiles.
     """
 
     dtype: torch.dtype
@@ -57,6 +67,8 @@ class ForwardInstance:
     accumulate: bool = False
     split_keys: bool = False
     score_steps: tuple[str, ...] = ()
+    generated: GeneratedCode | None = None
+    bit_tiles: bool = False
 
     @property
     def rows(self) -> int:
@@ -82,17 +94,17 @@ class ForwardInstance:
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_ACCUMULATE": self.accumulate,
             "FFA_SPLIT_KEYS": self.split_keys,
+            "FFA_BIT_TILES": self.bit_tiles,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": step_list(self.score_steps),
-        }
+        } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The kernel's parameters behind its tensor maps."""
-        return struct.Struct(_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
+        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES)
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
-        return compile_cubin("ffa/forward.cu", self.defines())
+        return compile_cubin("ffa/forward.cu", self.defines(), generated=score_text(self.generated))
 
 
 @functools.lru_cache(maxsize=256)
@@ -144,12 +156,13 @@ def launch_forward(
     max_score_BHQ: Tensor | None,
     score: KernelScore | None = None,
     sm_margin: int = 0,
+    bit_tiles: BitTiles | None = None,
 ) -> None:
     """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream, or merge
     into them (``instance.accumulate``).
 
     All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
-    is positive (any where there are score steps), the interval tables are contiguous, and ``schedule`` was made for
+    is positive (any where there are score steps), the tables of the mask are contiguous, and ``schedule`` was made for
     the instance's tile sizes.  ``sm_margin`` multiprocessors are left to others.
     """
     device_index = q_BHQD.device.index
@@ -202,5 +215,6 @@ def launch_forward(
         section,
         kv_batch,
         *(score.values if score else launcher.no_steps),
+        *bit_tile_values(bit_tiles),
     )
     launcher.kernel.launch(grid, launcher.threads, params, stream)

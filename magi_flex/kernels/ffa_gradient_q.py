@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import LauncherCache, kernel_dtype, multiprocessors, step_list
+from magi_flex.kernels.ffa_launch import BIT_TILES, LauncherCache, bit_tile_values, kernel_dtype, multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule
-from magi_flex.kernels.ffa_score import STEP
+from magi_flex.kernels.ffa_score import GeneratedCode, score_defines, score_format, score_text
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q3f13i"
@@ -37,6 +38,8 @@ class GradientQInstance:
         pack: query heads in a row tile.
         wide: float32 result.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
+        generated: code in the place of steps.
+        bit_tiles: the mask may have bit tiles.
     """
 
     dtype: torch.dtype
@@ -48,6 +51,8 @@ class GradientQInstance:
     pack: int
     wide: bool = False
     score_steps: tuple[str, ...] = ()
+    generated: GeneratedCode | None = None
+    bit_tiles: bool = False
 
     narrow_tile = 0  # no short steps, see magi_flex/kernels/ffa_schedule.py
 
@@ -67,17 +72,17 @@ class GradientQInstance:
             "FFA_V_STAGES": self.v_stages,
             "FFA_PACK": self.pack,
             "FFA_WIDE": self.wide,
+            "FFA_BIT_TILES": self.bit_tiles,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
-            "FFA_SCORE_STEPS": step_list(self.score_steps),
-        }
+        } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The kernel's parameters behind its tensor maps."""
-        return struct.Struct(_PARAMS + STEP.format.lstrip("<") * max(1, len(self.score_steps)))
+        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES)
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
-        return compile_cubin("ffa/gradient_q.cu", self.defines())
+        return compile_cubin("ffa/gradient_q.cu", self.defines(), generated=score_text(self.generated))
 
 
 @functools.lru_cache(maxsize=256)
@@ -119,6 +124,7 @@ def launch_gradient_q(
     dq_BHQD: Tensor,
     score_values: tuple[int | float, ...] = (),
     sm_margin: int = 0,
+    bit_tiles: BitTiles | None = None,
 ) -> None:
     """Fill ``dq`` on the current stream; tensors as in :func:`magi_flex.kernels.ffa_backward.launch_backward`.
 
@@ -130,6 +136,7 @@ def launch_gradient_q(
             score step sees.
         score_values: of the score steps, see :class:`magi_flex.kernels.ffa_score.KernelScore`.
         sm_margin: multiprocessors that are left to others.
+        bit_tiles: of the mask, where the instance has them.
     """
     batch, heads, q_len, head_dim = q_BHQD.shape
     _, kv_heads, kv_len, _ = v_BGKE.shape
@@ -179,5 +186,6 @@ def launch_gradient_q(
         replica_heads,
         section,
         *(score_values or launcher.no_steps),
+        *bit_tile_values(bit_tiles),
     )
     launcher.kernel.launch(grid, _THREADS, params, stream)

@@ -14,7 +14,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from magi_flex.bit_tiles import BitTiles
+
 T = TypeVar("T")
+BIT_TILES = "4Q4i"  # BitTileParams of the kernels, for the struct module
 LOG2_E = math.log2(math.e)
 _CAPACITY = 1024
 
@@ -52,6 +55,9 @@ def kernel_dtype(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else "fp16"
 
 
-def step_list(kinds: tuple[str, ...]) -> str:
-    """The macro FFA_SCORE_STEPS."""
-    return ",".join(f"ScoreStep::{kind}" for kind in kinds or ("none",))
+def bit_tile_values(tiles: BitTiles | None) -> tuple[int, ...]:
+    """The fields of BitTileParams; the tensors are contiguous."""
+    if tiles is None:
+        return (0,) * 8
+    pointers = (x.data_ptr() for x in (tiles.row_ptr, tiles.cols, tiles.slot, tiles.bits))
+    return *pointers, tiles.q_tile, tiles.kv_tile // 32, tiles.row_tiles, 0

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,16 @@ STEP = struct.Struct("<2fQ4q")
 _BIAS_KINDS = {torch.float32: "bias_f32", torch.bfloat16: "bias_bf16", torch.float16: "bias_fp16"}
 
 
+class GeneratedCode(NamedTuple):
+    """A score mod as source code (:mod:`magi_flex.kernels.ffa_generated_score`).
+
+    ``text``: of generated.cuh; ``format``: of its parameters, for the struct module.
+    """
+
+    text: str
+    format: str
+
+
 @dataclass(frozen=True)
 class KernelScore:
     """Attributes:
@@ -24,12 +35,14 @@ class KernelScore:
     values: the fields of each step's parameters, one after the other.
     tables: what the values point into, to be kept until the launch.
     factor: product of the constant factors among the steps (the kernels leave it out of the derivative).
+    generated: code in the place of steps; then the values are its parameters.
     """
 
     kinds: tuple[str, ...]
     values: tuple[int | float, ...]
     tables: tuple[Tensor, ...]
     factor: float = 1.0
+    generated: GeneratedCode | None = None
 
 
 def kernel_score(steps: Sequence[ScoreStep]) -> KernelScore:
@@ -57,3 +70,19 @@ def kernel_score(steps: Sequence[ScoreStep]) -> KernelScore:
         values += [value, inverse, address, *strides]
     factor = math.prod(step.factor for step in steps if isinstance(step, Multiply))
     return KernelScore(tuple(kinds), tuple(values), tuple(tables), factor)
+
+
+def score_defines(kinds: tuple[str, ...], generated: GeneratedCode | None) -> dict[str, object]:
+    """The macros that select the score mod."""
+    steps = ",".join(f"ScoreStep::{kind}" for kind in kinds or ("none",))
+    return {"FFA_SCORE_STEPS": steps, "FFA_GENERATED_SCORE": generated is not None}
+
+
+def score_format(kinds: tuple[str, ...], generated: GeneratedCode | None) -> str:
+    """The score mod's part of a kernel's parameters, for the struct module."""
+    return STEP.format.lstrip("<") * max(1, len(kinds)) if generated is None else generated.format
+
+
+def score_text(generated: GeneratedCode | None) -> str:
+    """The header generated.cuh."""
+    return "" if generated is None else generated.text

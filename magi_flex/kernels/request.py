@@ -205,3 +205,4 @@ class RequestFacts:
     index_map: bool = False  # the score mod sees other indices than the local ones
     max_score: bool = False  # the largest scores are asked for
     score_ops: frozenset[str] = frozenset()  # what a general score mod does to single scores, see score_split.py
+    linear_gradient: bool = True  # of a general score mod: see has_linear_gradient there

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from magi_flex.kernels.request import AttentionRequest, Backend, RequestFacts, ScoreProgram
-from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, score_ops
+from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, has_linear_gradient, score_ops
 
 logger = logging.getLogger("magi_flex")
 
@@ -154,6 +154,7 @@ def call_facts(
     index_map: bool = False,
     max_score: bool = False,
     score_ops: frozenset[str] = frozenset(),
+    linear_gradient: bool = True,
 ) -> RequestFacts:
     """What routing looks at, of a call that is made or thought of.
 
@@ -179,6 +180,7 @@ def call_facts(
         index_map=index_map,
         max_score=max_score,
         score_ops=score_ops,
+        linear_gradient=linear_gradient,
     )
 
 
@@ -202,6 +204,7 @@ def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:
         ),
         max_score=request.max_score,
         score_ops=_score_ops(score, needs_backward),
+        linear_gradient=score.steps is not None or score.joint is None or has_linear_gradient(score.joint),
     )
 
 

@@ -146,7 +146,6 @@ def _finish(
     length,
     step,
     align,
-    counts,
     totals,
     partial_ptr,
     full_ptr,
@@ -155,9 +154,10 @@ def _finish(
     GRID: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """Count the runs of a tile (partial ones in the upper half of an int64), or write them and the pointers."""
+    """Count the runs of a tile into ``totals`` (partial ones in the upper half of an int64); or, where that holds
+    running totals, write the runs and the pointers."""
     if WRITE:
-        before = tl.load(totals + tile) - tl.load(counts + tile)
+        before = tl.load(totals + tile - 1, mask=tile > 0, other=0)
         partial_at = (before >> 32).to(tl.int32)
         full_at = (before & 0xFFFFFFFF).to(tl.int32)
         if tile == 0:
@@ -200,7 +200,7 @@ def _finish(
             GRID,
             WRITE,
         )
-        tl.store(counts + tile, (partial_count.to(tl.int64) << 32) + full_count.to(tl.int64))
+        tl.store(totals + tile, (partial_count.to(tl.int64) << 32) + full_count.to(tl.int64))
 
 
 @triton.jit
@@ -210,7 +210,6 @@ def row_tile_runs(
     tile_begin,
     tile_end,
     tile_head,
-    counts,
     totals,
     partial_ptr,
     full_ptr,
@@ -300,7 +299,6 @@ def row_tile_runs(
         kv_len,
         step,
         align,
-        counts,
         totals,
         partial_ptr,
         full_ptr,
@@ -376,7 +374,6 @@ def key_tile_runs(
     tile_begin,
     tile_end,
     tile_head,
-    counts,
     totals,
     partial_ptr,
     full_ptr,
@@ -532,7 +529,6 @@ def key_tile_runs(
         q_len,
         step,
         align,
-        counts,
         totals,
         partial_ptr,
         full_ptr,

@@ -63,6 +63,59 @@ def score_ops(program: FxProgram, arguments: int) -> frozenset[str]:
     return per_program(program, ("ops", arguments), find)
 
 
+def has_linear_gradient(joint: FxProgram) -> bool:
+    """Whether the gradient of the score is a multiple of the gradient that comes in, as derivatives are; a custom
+    autograd function might do anything.  False where that cannot be seen."""
+    return per_program(joint, "linear", lambda: _has_linear_gradient(joint))
+
+
+_ZEROS = ("aten::zeros_like", "aten::new_zeros")
+_KEEPING = frozenset(f"aten::{name}" for name in ("neg", "alias", "clone", "detach", "_to_copy", "to"))
+_FIRST = frozenset(f"aten::{name}" for name in ("div", "true_divide")) | {
+    f"aten::{name}_backward" for name in ("tanh", "sigmoid", "silu", "threshold")
+}
+
+
+def _has_linear_gradient(joint: FxProgram) -> bool:
+    try:
+        split = split_of(joint, JOINT_ARGUMENTS)
+    except UnsupportedProgram:
+        return False
+    arguments = [number for number, step in enumerate(joint.steps) if step[0] == "arg"]
+    linear, zero = {arguments[JOINT_ARGUMENTS - 1]}, set[int]()
+
+    def is_linear(x: Any) -> bool:
+        return x["node"] in linear | zero if isinstance(x, dict) and "node" in x else x == 0
+
+    for number, step in enumerate(joint.steps):
+        if step[0] != "call":
+            continue
+        name, args = step[1], step[3]
+        if name in _ZEROS or (name in ("aten::full", "aten::scalar_tensor") and args[-1] == 0):
+            zero.add(number)
+        reads = [n for n in joint.references(number) if n in linear]
+        if not reads or number not in split.tile or number in split.sums:
+            continue
+        given = [is_linear(x) for x in args]
+        if name in ("aten::add", "aten::sub", "aten::rsub"):
+            follows = given[0] and given[1]
+        elif name == "aten::mul":
+            follows = len(reads) == 1
+        elif name == "aten::where":
+            follows = not given[0] and given[1] and given[2]
+        elif name == "aten::masked_fill":
+            follows = len(reads) == 1 and given[0] and args[2] == 0
+        elif name in _FIRST:
+            follows = given[0] and len(reads) == 1 and not step[4].get("rounding_mode")
+        else:
+            follows = number in zero or name in _KEEPING or name == "prims::convert_element_type"
+        if not follows:
+            return False
+        linear.add(number)
+    result = split.outputs[0]
+    return result is None or result in linear or result in zero
+
+
 def split_of(program: FxProgram, arguments: int) -> Split:
     """Raises UnsupportedProgram where the steps cannot be told apart."""
     return per_program(program, ("split", arguments), lambda: _split(program, arguments))

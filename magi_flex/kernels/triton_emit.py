@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from magi_flex.fx_program import UnsupportedProgram
+from magi_flex.kernels.score_walk import Call, Rule, Value, wide
 
 DTYPES = {
     torch.float32: "tl.float32",
@@ -28,24 +28,6 @@ DTYPES = {
     torch.uint8: "tl.uint8",
     torch.bool: "tl.int1",
 }
-_LOW = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Value:
-    """An expression.
-
-    Attributes:
-        code: a name or a literal.
-        meta: the value as a meta tensor, or a Python number.
-        axes: which indices it may differ over inside a tile: a subset of "qk".
-        constant: it is the number ``meta`` in every call.
-    """
-
-    code: str
-    meta: Any
-    axes: frozenset[str] = frozenset()
-    constant: bool = False
 
 
 def literal(x: bool | int | float) -> str:
@@ -58,11 +40,6 @@ def triton_dtype(dtype: torch.dtype) -> str:
     if dtype not in DTYPES:
         raise UnsupportedProgram(f"{dtype} in a score mod")
     return DTYPES[dtype]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What arithmetic of ``dtype`` is done in."""
-    return torch.float32 if dtype in _LOW else dtype
 
 
 def cast(x: Value, dtype: torch.dtype) -> str:
@@ -80,39 +57,6 @@ def cast(x: Value, dtype: torch.dtype) -> str:
     return f"{x.code}.to({triton_dtype(dtype)})"
 
 
-@dataclass(frozen=True)
-class Call:
-    """An operator's arguments and its result."""
-
-    args: list[Any]  # Value, None, or what is no number
-    kwargs: dict[str, Any]
-    result: Tensor  # meta
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.result.dtype
-
-    def arg(self, position: int, name: str = "", default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    def operand(self, position: int) -> str:
-        """In the dtype that arithmetic is done in."""
-        return cast(self.args[position], wide(self.dtype))
-
-    def number(self, position: int, name: str, default: Any) -> Any:
-        value = self.arg(position, name, default)
-        if isinstance(value, Value):
-            if not value.constant:
-                raise UnsupportedProgram(f"a {name} that is not a constant")
-            return value.meta
-        return value
-
-    def common(self) -> torch.dtype:
-        """What operands are compared in."""
-        return wide(torch.result_type(self.args[0].meta, self.args[1].meta))
-
-
-Rule = Callable[[Call], tuple[str, torch.dtype]]  # the expression, and its dtype
 RULES: dict[str, Rule] = {}
 
 

@@ -31,10 +31,10 @@ _folder = tempfile.TemporaryDirectory(prefix="magi_flex-emulation-")
 
 
 @functools.cache
-def _build(source: str, options: tuple[str, ...]) -> str:
-    """Path of the shared library of ``csrc/cuda/<source>`` with these macros."""
+def _build(source: str, options: tuple[str, ...], generated: str) -> str:
+    """Path of the shared library of ``csrc/cuda/<source>`` with these macros and this text of generated.cuh."""
     path = SOURCES / source
-    name = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(repr((source, options, generated)).encode()).hexdigest()[:16]
     folder = Path(_folder.name) / name
     folder.mkdir()
     for file in (*path.parent.glob("*.cuh"), path):
@@ -45,6 +45,7 @@ def _build(source: str, options: tuple[str, ...]) -> str:
                 file.read_text(),
             )  # fmt: skip
             (folder / file.name).write_text(text)
+    (folder / "generated.cuh").write_text(generated)
     kernels = re.findall(r"__global__ void __launch_bounds__\([^;]*?\)\s+(\w+)\(const", path.read_text())
     launcher = (HERE / "launcher.cpp").read_text().replace("KERNELS", "\n".join(f"EMULATE({k})" for k in kernels))
     (folder / "launcher.cpp").write_text(launcher)
@@ -59,9 +60,9 @@ def _build(source: str, options: tuple[str, ...]) -> str:
     return str(folder / "kernel.so")
 
 
-def _compile(source: str, defines: Mapping[str, object], *_: object) -> Cubin:
+def _compile(source: str, defines: Mapping[str, object], generated: str = "") -> Cubin:
     options = (f"-D{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in defines.items())
-    return Cubin(_build(source, tuple(options)).encode(), "")
+    return Cubin(_build(source, tuple(options), generated).encode(), "")
 
 
 class EmulatedKernel:

@@ -117,7 +117,7 @@ template <class C> struct Fragment {
                                     min(key + 8 * (i / 2), last_key)};
                 float& score = scores[4 * j + i];
                 float slope = 1.0f;
-                score = Score::apply(score * params.score_scale, params.score_steps, at, slope);
+                score = Score::apply(score * params.score_scale, params.score_params, at, slope);
                 const bool attended = (i % 2 ? word.y : word.x) & (i / 2 ? high : low);
                 const float exponent = fmaf(score, params.scale_log2, i % 2 ? -row_shift.y : -row_shift.x);
                 weight[i] = attended ? ptx::exp2_approx(exponent) : 0.0f;

@@ -147,7 +147,8 @@ template <class C> struct RowLoader {
     }
 };
 
-// Turns the row intervals of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query row i.
+// Turns the row intervals and bit tiles of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query
+// row i.
 template <class C> struct Masker {
     const BackwardParams& params;
     BackwardShared<C>& shared;
@@ -165,8 +166,17 @@ template <class C> struct Masker {
         return bits;
     }
 
+    FFA_DEVICE void add_bit_tiles(BitRow keys, const Step& step, uint32 (&mask)[C::kKeyWords][C::kRows], int row) const {
+#pragma unroll 1
+        for (int word = 0; word < C::kKeyWords; ++word) {
+            const int left = step.key_end - step.key_begin - 32 * word;
+            mask[word][row] |= keys.next() & ptx::bit_mask(0, max(left, 0));
+        }
+    }
+
     FFA_DEVICE void write_bits(const Step& step, uint32 (&mask)[C::kKeyWords][C::kRows]) const {
-        const uint32 plane = mask_head_of(params, step.batch, step.head) * params.mask.intervals * params.q_len;
+        const int mask_head = mask_head_of(params, step.batch, step.head);
+        const uint32 plane = mask_head * params.mask.intervals * params.q_len;
 #pragma unroll 1
         for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
             const int query = step.row + row;
@@ -174,6 +184,9 @@ template <class C> struct Masker {
 #pragma unroll 1
             for (int word = 0; word < C::kKeyWords; ++word) {
                 mask[word][row] = inside ? interval_bits(plane + query, step.key_begin + 32 * word, step.key_end) : 0;
+            }
+            if constexpr (kBitTiles) {
+                if (inside) add_bit_tiles(BitRow(params.bit_tiles, mask_head, query, step.key_begin), step, mask, row);
             }
         }
         __syncwarp();

@@ -1,13 +1,12 @@
 // What the parts of the attention backward share: sizes, kernel parameters, layout of shared memory.
 #pragma once
 
+#include "bit_tiles.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
 #include "select_type.cuh"
 
 namespace ffa {
-
-using Score = ScoreSteps<FFA_SCORE_STEPS>;
 
 constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
 constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
@@ -53,7 +52,8 @@ struct BackwardParams {
     float scale;        // from dS^T Q to dK; has the constant factors of the score steps
     float scale_log2;   // from scores (after the score steps, if there are any) to powers of two
     float score_scale;  // from k q^T to what the first score step sees
-    ScoreStepParams score_steps[Score::kCount > 0 ? Score::kCount : 1];
+    Score::Params score_params;
+    BitTileParams bit_tiles;
 };
 
 // kKeys is 128 (Consumer: each warpgroup has 64 keys) or 64 (WideConsumer: one has dV, one dK).

@@ -28,6 +28,9 @@ struct Consumer : OutputRows {
         }
         mask.from_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
                             tile.begin, tile.limit);
+        if constexpr (kBitTiles) {
+            mask.add_bit_tiles(params.bit_tiles, item.mask, rows_of_fragment, tile.begin, tile.limit);
+        }
     }
 
     // Starts scores = Q K^T for the first kColumns keys of a buffer.
@@ -55,7 +58,7 @@ struct Consumer : OutputRows {
                 const ScoreIndex at{item.batch, item.head + tile_row % kPack,
                                     min(item.row_begin + tile_row / kPack, params.q_len - 1),
                                     min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
-                scores[i] = Score::apply(scores[i] * params.score_scale, params.score_steps, at);
+                scores[i] = Score::apply(scores[i] * params.score_scale, params.score_params, at);
             }
         }
     }

@@ -2,9 +2,11 @@
 //
 // Options are macros, so that one source gives every instance: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM,
 // FFA_KV_TILE, FFA_NARROW_TILE, FFA_CONSUMERS, FFA_K_STAGES, FFA_V_STAGES, FFA_PACK, FFA_STAGE_OUT, FFA_WIDE_OUT,
-// FFA_ACCUMULATE, FFA_SPLIT_KEYS, FFA_SCORE_STEPS (a list of ScoreStep values).
+// FFA_ACCUMULATE, FFA_SPLIT_KEYS, FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of them),
+// FFA_BIT_TILES.
 #pragma once
 
+#include "bit_tiles.cuh"
 #include "row_tiles.cuh"
 #include "score.cuh"
 
@@ -19,7 +21,6 @@ constexpr bool kStageOut = FFA_STAGE_OUT;     // 16-bit output goes through shar
 constexpr bool kWideOut = FFA_WIDE_OUT;       // float32 output
 constexpr bool kAccumulate = FFA_ACCUMULATE;  // merged with what out, lse and max_score hold already, of other keys
 constexpr bool kSplitKeys = FFA_SPLIT_KEYS;   // batch entries are parts of the keys of fewer ones
-using Score = ScoreSteps<FFA_SCORE_STEPS>;
 static_assert(!kSplitKeys || Score::kCount == 0, "score steps see the batch entry");
 static_assert(kWideOut || !kAccumulate, "only float32 output is merged");
 static_assert(!(kStageOut && kWideOut), "float32 output is not staged");
@@ -61,7 +62,8 @@ struct ForwardParams {
     int intervals, mask_batch, mask_heads;
     int row_tiles, replicas, replica_heads, section;  // see Item
     int kv_batch;  // of k and v, where keys are split
-    ScoreStepParams score_steps[Score::kCount > 0 ? Score::kCount : 1];
+    Score::Params score_params;
+    BitTileParams bit_tiles;
 };
 
 static_assert(sizeof(ForwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");

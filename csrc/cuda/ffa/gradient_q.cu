@@ -65,6 +65,7 @@ struct Consumer {
         const int rows[2] = {position(0), position(1)};
         mask.from_intervals(params.starts + base, params.ends + base, rows, params.intervals, params.q_len, tile.begin,
                             tile.limit);
+        if constexpr (kBitTiles) mask.add_bit_tiles(params.bit_tiles, item.mask, rows, tile.begin, tile.limit);
     }
 
     // S becomes P times the derivative of the score mod.
@@ -78,7 +79,7 @@ struct Consumer {
                 const ScoreIndex at{item.batch, item.head + fragment_row(h) % kPack, position(h),
                                     min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
                 float slope = 1.0f;
-                const float score = Score::apply(scores[i] * params.score_scale, params.score_steps, at, slope);
+                const float score = Score::apply(scores[i] * params.score_scale, params.score_params, at, slope);
                 scores[i] = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
             }
         }

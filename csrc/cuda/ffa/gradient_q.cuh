@@ -1,7 +1,8 @@
 // What the parts of the gradient_q kernel share: options, parameters, shared memory.
 //
 // Options are macros: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM (multiples of 64), FFA_KV_TILE, FFA_K_STAGES,
-// FFA_V_STAGES, FFA_WIDE (float32 result), FFA_SCORE_STEPS (a list of ScoreStep values), and those of row_tiles.cuh.
+// FFA_V_STAGES, FFA_WIDE (float32 result), FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of
+// them), FFA_BIT_TILES, and those of row_tiles.cuh.
 #pragma once
 
 #include "mask.cuh"
@@ -16,7 +17,6 @@ constexpr int kVDim = FFA_V_DIM;
 constexpr int kKvTile = FFA_KV_TILE;
 constexpr int kKStages = FFA_K_STAGES;
 constexpr int kVStages = FFA_V_STAGES;
-using Score = ScoreSteps<FFA_SCORE_STEPS>;
 static_assert(kHeadDim % 64 == 0 && kVDim % 64 == 0 && kKvTile % 16 == 0, "tiles are whole panels");
 
 constexpr int kConsumers = 2;  // warpgroups of 64 rows
@@ -48,7 +48,8 @@ struct GradientQParams {
     int q_len, kv_len, padded_rows, heads, group, head_dim;
     int intervals, mask_batch, mask_heads;
     int row_tiles, replicas, replica_heads, section;  // see Item
-    ScoreStepParams score_steps[Score::kCount > 0 ? Score::kCount : 1];
+    Score::Params score_params;
+    BitTileParams bit_tiles;
 };
 
 static_assert(sizeof(GradientQParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");

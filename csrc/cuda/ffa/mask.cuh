@@ -1,4 +1,4 @@
-// Row intervals -> mask bits -> predicates.
+// Row intervals and bit tiles -> mask bits -> predicates.
 //
 // A thread that holds a fragment of scores S (rows are queries) owns, of each row, the columns 8 (c / 2) + 2 (lane % 4)
 // + c % 2 for c = 0, 1, ...  In this numbering "key < x" is still "c < something", so an interval of keys is an interval
@@ -6,12 +6,18 @@
 // them into predicates.
 #pragma once
 
-#include "ptx.cuh"
+#include "bit_tiles.cuh"
 
 // Of the columns that a lane owns, how many lie before column `column` of the tile (which may be outside of the tile).
 FFA_DEVICE uint32 owned_columns_before(int column) {
     const int beyond = max(column - 2 * (ptx::lane_index() & 3), 0);
     return 2 * (beyond >> 3) + min(beyond & 7, 2);
+}
+
+// Of 32 keys from a multiple of 8 columns on, those that a lane owns: 8 bits.
+FFA_DEVICE uint32 owned_of_keys(uint32 keys) {
+    const uint32 pairs = keys >> (2 * (ptx::lane_index() & 3)) & 0x03030303u;
+    return (pairs | pairs >> 6 | pairs >> 12 | pairs >> 18) & 0xffu;
 }
 
 // Bits of c in [begin, end) that fall into word kWord.
@@ -44,6 +50,19 @@ template <int kColumns> struct FragmentMask {
                 const uint32 end = owned_columns_before(min(__ldg(ends + row[h]), key_limit) - key_begin);
 #pragma unroll
                 for (int w = 0; w < kWords; ++w) bits[h][w] |= bits_between(begin, end, w);
+            }
+        }
+    }
+
+    // Adds those of bit tiles; arguments as for from_intervals.
+    FFA_DEVICE void add_bit_tiles(const BitTileParams& tiles, int mask, const int (&row)[2], int key_begin, int key_limit) {
+        const uint32 end = owned_columns_before(key_limit - key_begin);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            BitRow keys(tiles, mask, row[h], key_begin);
+#pragma unroll
+            for (int i = 0; i < (kColumns + 31) / 32; ++i) {
+                bits[h][i / 4] |= owned_of_keys(keys.next()) << (8 * (i % 4)) & bits_between(0, end, i / 4);
             }
         }
     }

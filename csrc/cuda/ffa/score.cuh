@@ -1,4 +1,5 @@
-// Score mods that are a sequence of simple steps (magi_flex/kernels/request.py), applied to a fragment of scores.
+// Score mods, applied to a fragment of scores: a sequence of simple steps (magi_flex/kernels/request.py), or code that was
+// generated from the mod's graph (FFA_GENERATED_SCORE; magi_flex/kernels/ffa_generated_score.py).
 #pragma once
 
 #include "ptx.cuh"
@@ -57,13 +58,18 @@ FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, cons
 template <ScoreStep... kSteps> struct ScoreSteps {
     static constexpr int kCount = sizeof...(kSteps);
     static constexpr bool kSlopes = ((kSteps == ScoreStep::softcap) || ...);  // the derivative depends on the score
+    struct Params {
+        ScoreStepParams steps[kCount];
+    };
 
-    FFA_DEVICE static float apply(float score, const ScoreStepParams* params, const ScoreIndex& at) {
-        ((score = apply_score_step<kSteps>(score, *params++, at)), ...);
+    FFA_DEVICE static float apply(float score, const Params& params, const ScoreIndex& at) {
+        const ScoreStepParams* step = params.steps;
+        ((score = apply_score_step<kSteps>(score, *step++, at)), ...);
         return score;
     }
-    FFA_DEVICE static float apply(float score, const ScoreStepParams* params, const ScoreIndex& at, float& slope) {
-        ((score = apply_score_step<kSteps>(score, *params++, at, slope)), ...);
+    FFA_DEVICE static float apply(float score, const Params& params, const ScoreIndex& at, float& slope) {
+        const ScoreStepParams* step = params.steps;
+        ((score = apply_score_step<kSteps>(score, *step++, at, slope)), ...);
         return score;
     }
 };
@@ -71,6 +77,18 @@ template <ScoreStep... kSteps> struct ScoreSteps {
 template <> struct ScoreSteps<ScoreStep::none> {
     static constexpr int kCount = 0;
     static constexpr bool kSlopes = false;
-    FFA_DEVICE static float apply(float score, const ScoreStepParams*, const ScoreIndex&) { return score; }
-    FFA_DEVICE static float apply(float score, const ScoreStepParams*, const ScoreIndex&, float&) { return score; }
+    struct Params {
+        ScoreStepParams unused;
+    };
+    FFA_DEVICE static float apply(float score, const Params&, const ScoreIndex&) { return score; }
+    FFA_DEVICE static float apply(float score, const Params&, const ScoreIndex&, float&) { return score; }
 };
+
+#if FFA_GENERATED_SCORE
+#include "score_math.cuh"
+// The struct score_math::GeneratedScore, which has what ScoreSteps has.
+#include "generated.cuh"
+using Score = score_math::GeneratedScore;
+#else
+using Score = ScoreSteps<FFA_SCORE_STEPS>;
+#endif

@@ -1,0 +1,235 @@
+"""The code that score mods become for the Hopper kernels, compiled for the CPU, against torch; what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magi_flex.fx_program import FxProgram
+from magi_flex.kernels.cuda_build import SOURCES
+from magi_flex.kernels.ffa import FfaBackend
+from magi_flex.kernels.ffa_generated_score import generated_score
+from magi_flex.kernels.request import IndexMap, RequestFacts, ScoreProgram
+from magi_flex.kernels.score_split import has_linear_gradient
+from tests.cases.score_mods import SCORE_MODS, ScoreMod, make_score_mod
+from tests.cases.score_programs import program_of_case, traced_score
+from tests.emulation.emulator import COMPILER, HERE
+
+SIZES = BATCH, HEADS, Q_LEN, KV_LEN = 2, 3, 17, 23
+CPU = torch.device("cpu")
+
+
+def _scores() -> Tensor:
+    torch.manual_seed(0)
+    scores = torch.randn(SIZES) * 2
+    scores[0, 0, 0, :9] = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 1.5, 30.0, -30.0])
+    return scores
+
+
+def _table(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(len(shape))
+    return torch.randn(shape).mul(9).to(dtype) if dtype != torch.bool else torch.rand(shape) < 0.5
+
+
+def _gather(dtype: torch.dtype) -> tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]:
+    """Two tables of one dtype, with strides; arithmetic in that dtype."""
+    tables = _table(HEADS, 40, dtype=dtype).T, _table(31, dtype=dtype)[::3]
+
+    def bind(first: Tensor, second: Tensor) -> ScoreMod:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            x, y = first[q - k + 8, h], second[k % 7]
+            if dtype == torch.bool:
+                return torch.where(x & ~y, score, score * 2) + (x | y) + (x ^ y)
+            return score + (x * y + x - y) + (x > y)
+
+        return mod
+
+    return bind, tables
+
+
+def _mod(f: Callable[..., Any]) -> tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]:
+    return lambda: f, ()
+
+
+CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
+    f"gather_{str(dtype).removeprefix('torch.')}": _gather(dtype)
+    for dtype in (
+        *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+} | {
+    "floor_and_remainder": _mod(
+        lambda s, b, h, q, k: s + (q - k) // 3 + (k - q) // -4 + (q - k) % 5 + (q - k) % -6 + torch.fmod(q - k, 7)
+    ),
+    "float_division": _mod(
+        lambda s, b, h, q, k: (
+            s.detach() // 0.7 + (s.detach() - 0.25) // -0.5 + s % 0.7 + s % -1.5
+            + torch.div(s, 0.3, rounding_mode="trunc")
+        )
+    ),
+    "whole_numbers": _mod(
+        lambda s, b, h, q, k: (
+            s + ((q - k) ** 3 + (q << 2) + ((q - k) >> 1) + (q & 5) + (k | 3) + (q ^ k) + (~q) + torch.sign(q - k))
+            + ((q + 2147483000) * 1000 > k) + torch.maximum(q, k) - torch.minimum(q - 5, k).abs() + q / 3
+        )
+    ),
+    "functions": _mod(
+        lambda s, b, h, q, k: (
+            torch.exp(s * 0.1) + torch.exp2(s) * 1e-6 + torch.expm1(0.01 * s) + torch.log1p(s * s)
+            + torch.log(s.abs() + 1) + torch.sin(s) + torch.cos(s) + torch.tanh(s) + torch.sigmoid(s) + torch.erf(s)
+            + torch.rsqrt(1 + s * s) + torch.nn.functional.silu(s) + torch.nn.functional.softplus(s.detach())
+            + torch.sqrt(s * s + 0.5) + torch.atan(s)
+        )
+    ),
+    "bounds": _mod(
+        lambda s, b, h, q, k: (
+            s.detach().clamp(-1, 2) + s.clamp(max=2) + s.clamp(min=0.3) + torch.relu(s)
+            + torch.where(s.isnan(), 0.0, s * 0.1)
+        )
+    ),
+    "rounding": _mod(lambda s, b, h, q, k: s + torch.floor(s) + torch.ceil(s) + torch.round(s) + torch.trunc(s)),
+    "powers": _mod(
+        lambda s, b, h, q, k: s**2 + s**3 + (s.abs() + 1) ** 0.5 + (s.abs() + 1) ** -1.7 + (1 + s * s) ** -1
+    ),
+    "low_precision": _mod(lambda s, b, h, q, k: s + (q * 0.1).to(torch.bfloat16) * (k * 0.3).to(torch.float16)),
+    "hard": _mod(lambda s, b, h, q, k: torch.where((k <= q) & ((q - k < 9) | (k < 2)), s, -float("inf"))),
+    "not_of_the_score": _mod(lambda s, b, h, q, k: (q - k).float() * 0.1 + h),
+    "out_of_bounds": (lambda t: lambda s, b, h, q, k: s + t[q - k - 4], (_table(9),)),
+    "numbers": (
+        lambda x, n, flag: lambda s, b, h, q, k: torch.where(flag, s * x, s - n) + n // 2,
+        (torch.tensor(0.3, dtype=torch.float64), torch.tensor(7), torch.tensor(True)),
+    ),
+    "autocast": (
+        lambda t: lambda s, b, h, q, k: (s.to(torch.bfloat16) * t[h]).float(), (_table(HEADS, dtype=torch.bfloat16),)
+    ),
+}  # fmt: skip
+
+
+def places(index_map: IndexMap) -> list[Tensor]:
+    found = [
+        torch.arange(n, dtype=torch.int32).view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(SIZES)
+    ]
+    found[0], found[1] = found[0] + index_map.b_offset, found[1] + index_map.h_offset
+    for axis, index in ((2, index_map.q_index), (3, index_map.k_index)):
+        if index is not None:
+            found[axis] = index.to(torch.int32).view(found[axis].shape)
+    return found
+
+
+def in_torch(score: ScoreProgram, program: FxProgram, *grad: Tensor) -> Tensor:
+    """Where a table is read out of bounds, NaN."""
+    values = [_scores(), *places(score.index_map)]
+    inside = torch.ones(SIZES, dtype=torch.bool)
+    if score.captures and score.captures[0].shape == (9,):
+        distance = values[3] - values[4] - 4
+        inside = ((distance >= -9) & (distance < 9)).expand(SIZES)
+    result = program.run([*values, *grad, *score.captures], CPU, torch.float32, inside)
+    value = torch.as_tensor(result if isinstance(result, Tensor) else result[0], dtype=torch.float32)
+    return torch.where(inside, value, torch.nan)
+
+
+def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """(results, slopes) of the generated code of each program."""
+    kernels = {name: generated_score(score, CPU, backward=True) for name, score in scores.items()}
+    mods = []
+    for name, kernel in kernels.items():
+        assert kernel.generated is not None
+        mods.append(
+            kernel.generated.text.replace("GeneratedScore", f"Generated_{name}")
+            + f'extern "C" void run_{name}(const void* p, const float* s, const int* n, float* r, float* d) '
+            + f"{{ run<score_math::Generated_{name}>(p, s, n, r, d); }}\n"
+        )
+    (folder / "scores.cpp").write_text((HERE / "scores.cpp").read_text().replace("MODS", "\n".join(mods)))
+    sources = [SOURCES / "ffa" / f"{name}.cuh" for name in ("score", "score_math", "descriptor")]
+    for header in (HERE / "machine.h", HERE / "ptx.cuh", *sources):
+        shutil.copy(header, folder)
+    command = [str(COMPILER), *"-std=c++20 -O1 -ffp-contract=off -w -fPIC -shared scores.cpp -o scores.so".split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:5000]
+    library = ctypes.CDLL(str(folder / "scores.so"))
+    found = {}
+    for name, kernel in kernels.items():
+        assert kernel.generated is not None
+        params = struct.pack("<" + kernel.generated.format, *kernel.values)
+        given, result, slope = _scores(), torch.empty(SIZES), torch.empty(SIZES)
+        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (given, result, slope))
+        at = next(pointers)
+        getattr(library, f"run_{name}")(params, at, (ctypes.c_int * 4)(*SIZES), *pointers)
+        found[name] = result, slope
+    return found
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_code_means_what_torch_means(tmp_path: Path) -> None:
+    programs = {name: traced_score(bind, captures) for name, (bind, captures) in CASES.items()}
+    for name in sorted(set(SCORE_MODS) - {"identity"}):
+        programs[f"case_{name}"] = program_of_case(make_score_mod(name, BATCH, HEADS, Q_LEN, KV_LEN))
+    rows, keys = torch.randperm(Q_LEN), torch.randperm(KV_LEN) - 9
+    programs["shard"] = replace(
+        traced_score(lambda: lambda s, b, h, q, k: s * (b + 1) - h * (q - k) % 5), index_map=IndexMap(3, 1, rows, keys)
+    )
+    found = compile_mods(programs, tmp_path)
+    for name, score in programs.items():
+        result, slope = found[name]
+        assert score.forward is not None and score.joint is not None
+        expected = in_torch(score, score.forward).expand(SIZES)
+        torch.testing.assert_close(
+            result, expected, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        derivative = in_torch(score, score.joint, torch.ones(SIZES)).expand(SIZES)
+        inside = ~expected.isnan()
+        torch.testing.assert_close(
+            slope[inside], derivative[inside], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"slope of {n}: {m}"
+        )
+
+
+def test_new_contents_are_the_same_code() -> None:
+    bind, captures = CASES["numbers"]
+    score = traced_score(bind, captures)
+    first = generated_score(score, CPU, backward=False)
+    other = replace(score, captures=(torch.tensor(9.0, dtype=torch.float64), torch.tensor(1), torch.tensor(False)))
+    second = generated_score(other, CPU, backward=False)
+    assert first.generated is second.generated and first.values != second.values
+    wider = replace(score, captures=(torch.tensor(9.0), *captures[1:]))
+    assert generated_score(wider, CPU, backward=False).generated != first.generated
+
+
+class Clipped(torch.autograd.Function):
+    """Its backward is no derivative: it clips the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1, 1)
+
+
+def test_only_multiples_of_the_gradient() -> None:
+    clipped = traced_score(lambda: lambda score, b, h, q, k: Clipped.apply(score))
+    plain = traced_score(*CASES["functions"])
+    assert clipped.joint is not None and plain.joint is not None
+    assert not has_linear_gradient(clipped.joint) and has_linear_gradient(plain.joint)
+    facts = RequestFacts(torch.device("cuda"), torch.bfloat16, 64, 64, 8, 8, None, False, True, False)
+    assert FfaBackend().objections(facts) == []
+    assert "not a multiple" in FfaBackend().objections(replace(facts, linear_gradient=False))[0]
+    assert FfaBackend().objections(replace(facts, linear_gradient=False, needs_backward=False)) == []
+    unknown = replace(facts, score_ops=frozenset({"aten::mul", "aten::bucketize"}))
+    assert FfaBackend().objections(unknown) == ["cannot generate code for aten::bucketize in a score mod"]
+
+
+def test_what_has_no_code_is_refused() -> None:
+    score = traced_score(lambda: lambda score, b, h, q, k: torch.round(score, decimals=2))
+    with pytest.raises(ValueError, match="rounding to decimals.*choose another backend"):
+        generated_score(score, CPU, backward=False)
