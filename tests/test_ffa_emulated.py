@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import ffa
+from magi_flex.kernels import ffa, ffa_backward_schedule, plan_cache, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.tiles import TilePlan
 from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
 from tests.cases.score_mods import ScoreMod
 from tests.cases.score_programs import traced_score
@@ -209,3 +212,48 @@ def test_general_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
         gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
         for name in ("dq", "dk", "dv"):
             assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+
+
+def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with unused capacity, as they are built on the device: only what is counted is visited."""
+    q_len, kv_len = 70, 131
+    torch.manual_seed(0)
+    q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
+    starts, ends = (
+        torch.cat([getattr(plan(q_len, kv_len), name).expand(1, 1, 3, -1) for plan in (causal, scattered)])
+        for name in ("starts", "ends")
+    )
+    plan = MaskPlan(RowIntervals.build(starts, ends, kv_len))
+    requests = [AttentionRequest(q, k, v, plan, 0.1, deterministic=deterministic) for deterministic in (False, True)]
+
+    def run() -> list[Tensor]:
+        result = FfaBackend().forward(requests[0])
+        found = [result.out, result.lse]
+        for request in requests:
+            gradients = FfaBackend().backward(request, result.out, result.lse, d_out, None)
+            found += [gradients.dq, gradients.dk, gradients.dv]
+        return found
+
+    emulator.install(monkeypatch)
+    expected = run()
+    build = tile_plans.kernel_tile_plan
+
+    def with_room(*args: Any, **options: Any) -> TilePlan:
+        tiles = build(*args, **options)
+        room = 2 * len(tiles.tile_begin)
+        length = int(tiles.tile_end.max())
+
+        def pad(x: Tensor, value: int) -> Tensor:
+            return torch.nn.functional.pad(x, (0, room), value=value)
+
+        # Whoever looks at unused tiles finds all rows in them.
+        ptr = {name: pad(getattr(tiles, name), int(getattr(tiles, name)[-1])) for name in ("full_ptr", "partial_ptr")}
+        return replace(tiles, tile_begin=pad(tiles.tile_begin, 0), tile_end=pad(tiles.tile_end, length), **ptr)
+
+    for module in (ffa, ffa_backward_schedule):
+        monkeypatch.setattr(module, "kernel_tile_plan", with_room)
+    monkeypatch.setattr(ffa, "has_room", lambda plan: True)
+    monkeypatch.setattr(ffa_backward_schedule, "objection", lambda *facts: None)
+    monkeypatch.setattr(plan_cache, "_entries", OrderedDict())
+    for got, wanted in zip(run(), expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)

@@ -52,6 +52,11 @@ def objection(device: torch.device, has_bit_tiles: bool) -> str | None:
     return None
 
 
+def has_room(plan: MaskPlan) -> bool:
+    """Whether ragged tile plans of this mask may have room for more row tiles than they hold."""
+    return objection(plan.device, plan.bit_tiles is not None) is None
+
+
 def kernel_tile_plan(
     plan: MaskPlan, q_tile: int, kv_tile: int, transposed: bool = False, ragged: bool = False, run_align: int = 1
 ) -> TilePlan:
