@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import ffa, ffa_backward_schedule, plan_cache, tile_plans
+from magi_flex.kernels import ffa, ffa_backward_schedule, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
@@ -173,80 +172,45 @@ def random_bits(q_len: int, kv_len: int) -> MaskPlan:
     return plan
 
 
-def test_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, (q_len, kv_len, deterministic) in enumerate(((150, 290, False), (139, 300, True))):
-        emulator.install(monkeypatch, seed)
-        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
-        request = AttentionRequest(q, k, v, random_bits(q_len, kv_len), 0.1, deterministic=deterministic)
-        result = FfaBackend().forward(request)
-        exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
-        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
-        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
-        check_backward(request, d_out)
-
-
-def test_general_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
-    q_len, kv_len = 70, 131
+def test_general_score_mod_and_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    q_len, kv_len = 150, 290
     torch.manual_seed(0)
     captures = (torch.randn(HEADS, 5), torch.tensor(0.7))
 
     def bind(table: Tensor, factor: Tensor) -> ScoreMod:
         return lambda s, b, h, q, k: torch.tanh(s) * factor + table[h, (q - k) % 5].to(s.dtype)
 
-    for seed, deterministic in enumerate((False, True)):
-        emulator.install(monkeypatch, seed)
-        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
-        request = AttentionRequest(
-            q, k, v, scattered(q_len, kv_len), 0.2, traced_score(bind, captures), deterministic=deterministic
-        )
-        mod = bind(captures[0].double(), captures[1].double())
-        exact, rounded = (
-            dense_attention_with_gradients(
-                q, k, v, d_out, None, request.plan.to_dense(), mod, (), request.scale, dtype
-            )
-            for dtype in (torch.float64, q.dtype)
-        )  # fmt: skip
-        result = FfaBackend().forward(request)
-        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
-        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
-        gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
-        for name in ("dq", "dk", "dv"):
-            assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+    emulator.install(monkeypatch)
+    q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+    score = traced_score(bind, captures)
+    request = AttentionRequest(q, k, v, random_bits(q_len, kv_len), 0.2, score, deterministic=True)
+    mask, mod = request.plan.to_dense(), bind(captures[0].double(), captures[1].double())
+    exact, rounded = (
+        dense_attention_with_gradients(q, k, v, d_out, None, mask, mod, (), request.scale, dtype)
+        for dtype in (torch.float64, q.dtype)
+    )
+    result = FfaBackend().forward(request)
+    assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+    assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
+    gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
+    for name in ("dq", "dk", "dv"):
+        assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
 
 
 def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with unused capacity, as they are built on the device: only what is counted is visited."""
     q_len, kv_len = 70, 131
-    torch.manual_seed(0)
-    q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
-    starts, ends = (
-        torch.cat([getattr(plan(q_len, kv_len), name).expand(1, 1, 3, -1) for plan in (causal, scattered)])
-        for name in ("starts", "ends")
-    )
-    plan = MaskPlan(RowIntervals.build(starts, ends, kv_len))
-    requests = [AttentionRequest(q, k, v, plan, 0.1, deterministic=deterministic) for deterministic in (False, True)]
-
-    def run() -> list[Tensor]:
-        result = FfaBackend().forward(requests[0])
-        found = [result.out, result.lse]
-        for request in requests:
-            gradients = FfaBackend().backward(request, result.out, result.lse, d_out, None)
-            found += [gradients.dq, gradients.dk, gradients.dv]
-        return found
-
-    emulator.install(monkeypatch)
-    expected = run()
     build = tile_plans.kernel_tile_plan
 
     def with_room(*args: Any, **options: Any) -> TilePlan:
         tiles = build(*args, **options)
         room = 2 * len(tiles.tile_begin)
-        length = int(tiles.tile_end.max())
 
         def pad(x: Tensor, value: int) -> Tensor:
             return torch.nn.functional.pad(x, (0, room), value=value)
 
         # Whoever looks at unused tiles finds all rows in them.
+        length = int(tiles.tile_end.max())
         ptr = {name: pad(getattr(tiles, name), int(getattr(tiles, name)[-1])) for name in ("full_ptr", "partial_ptr")}
         return replace(tiles, tile_begin=pad(tiles.tile_begin, 0), tile_end=pad(tiles.tile_end, length), **ptr)
 
@@ -254,6 +218,11 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kernel_tile_plan", with_room)
     monkeypatch.setattr(ffa, "has_room", lambda plan: True)
     monkeypatch.setattr(ffa_backward_schedule, "objection", lambda *facts: None)
-    monkeypatch.setattr(plan_cache, "_entries", OrderedDict())
-    for got, wanted in zip(run(), expected, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+    emulator.install(monkeypatch)
+    q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
+    masks = [plan(q_len, kv_len).to_dense() for plan in (causal, scattered)]
+    request = AttentionRequest(q, k, v, MaskPlan(RowIntervals.from_dense(torch.cat(masks))), 0.1)
+    result = FfaBackend().forward(request)
+    exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
+    assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+    check_backward(request, d_out)
