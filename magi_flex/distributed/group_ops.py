@@ -122,11 +122,16 @@ def _saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     return [*saved[:INDICES], saved[INDICES:last]], saved[last:]
 
 
+def _no_grads(ctx: Any) -> list[Any]:
+    """Of all arguments after the tensors."""
+    return [*[None] * INDICES, [None] * ctx.native, *[None] * len(ctx.scalars)]
+
+
 def _cast_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     plan, _ = _saved(ctx)
     in_rows, out_rows, group_name = ctx.scalars
     sums = _reduce([g.contiguous() for g in grads], *plan, in_rows, out_rows, "sum", group_name)
-    return [g.to(dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)], *[None] * 8
+    return [g.to(dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)], *_no_grads(ctx)
 
 
 def _reduce_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -143,7 +148,7 @@ def _reduce_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         received = [d_part_out, d_part_lse]
     else:
         received = _cast(sent, *plan, in_rows, out_rows, group_name)
-    return [g.to(dtype) for g, dtype in zip(received, ctx.dtypes, strict=True)], *[None] * 9
+    return [g.to(dtype) for g, dtype in zip(received, ctx.dtypes, strict=True)], *_no_grads(ctx)
 
 
 # Where a rank has no rows Inductor would drop the op, and the other ranks would wait for it.
