@@ -1,6 +1,6 @@
 """Time the kernels of the native group collectives alone, on one GPU that plays both ranks.
 
-    python -m benchmarks.bench_native_collectives [--rows 8192] [--multiprocessors 4,8,16,32,64]
+    python -m benchmarks.bench_native_collectives [--rows 65536] [--multiprocessors 4,8,16,32,64]
 
 Half of a rank's key and value rows go to the other rank, and their float32 gradients come back.  Staging buffers are
 ordinary memory of the same GPU, so this is the rate of the kernels and not of a link: a kernel that moves more here
@@ -22,7 +22,7 @@ from magi_flex.distributed.native_exchange import build_native, push_rows, sum_r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8192, help="key rows of a rank; half of them are sent")
+    parser.add_argument("--rows", type=int, default=65536, help="key rows of a rank; half of them are sent")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--multiprocessors", default="4,8,16,32,64")

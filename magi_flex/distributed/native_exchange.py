@@ -22,7 +22,8 @@ from magi_flex.distributed.group_plan import GroupPlan, NativePlan
 from magi_flex.distributed.native_buffers import ALIGNMENT, StagingBuffers, buffers
 
 MULTIPROCESSORS = 16  # that an exchange takes
-_BLOCK_WORDS = 4096
+_BLOCK_WORDS = 1 << 14  # in flight on each of them, to keep a link busy from so few
+_WARPS = 16
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -172,7 +173,7 @@ def push_rows(x: Tensor, index: Tensor, routes: Tensor, peers: Tensor, offset: i
     columns = words.shape[1:].numel()
     if columns == 0 or len(index) == 0:
         return
-    block_columns = min(_power_of_two(columns), 1024)
+    block_columns = min(_power_of_two(columns), 2048)
     push_rows_kernel[(programs,)](
         words,
         index,
@@ -187,7 +188,7 @@ def push_rows(x: Tensor, index: Tensor, routes: Tensor, peers: Tensor, offset: i
         COLUMNS=columns,
         BLOCK_ROWS=_BLOCK_WORDS // block_columns,
         BLOCK_COLUMNS=block_columns,
-        num_warps=8,
+        num_warps=_WARPS,
     )
 
 
@@ -240,9 +241,10 @@ def sum_rows(
             row_ptr,
             len(total),
             COLUMNS=columns,
+            BLOCK_ROWS=_BLOCK_WORDS // total.element_size() * 4 // block,
             BLOCK_COLUMNS=block,
             LARGEST=largest,
-            num_warps=8,
+            num_warps=_WARPS,
         )
 
 

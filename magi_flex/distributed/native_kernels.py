@@ -91,6 +91,7 @@ def sum_rows_kernel(
     row_ptr,
     rows,
     COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
@@ -104,19 +105,24 @@ def sum_rows_kernel(
         copies: int64 ``[C]``, places in ``received``, by row and in order of source.
         row_ptr: int64 ``[N + 1]``, where a row's copies begin.
     """
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        begin = tl.load(row_ptr + row)
-        end = tl.load(row_ptr + row + 1)
-        if end > begin:
-            for first in range(0, COLUMNS, BLOCK_COLUMNS):
-                column = first + tl.arange(0, BLOCK_COLUMNS)
-                here = column < COLUMNS
-                target = total + tl.cast(row, tl.int64) * COLUMNS + column
-                value = tl.load(target, here)
-                for i in range(begin, end):
-                    copy = tl.load(received + tl.load(copies + i) * COLUMNS + column, here)
-                    value = tl.maximum(value, copy) if LARGEST else value + copy
-                tl.store(target, value, here)
+    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
+        row = tl.cast(block, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        begin = tl.load(row_ptr + row, row < rows, 0)
+        count = tl.load(row_ptr + row + 1, row < rows, 0) - begin
+        most = tl.max(count)
+        for first in range(0, COLUMNS, BLOCK_COLUMNS):
+            column = first + tl.arange(0, BLOCK_COLUMNS)
+            is_column = (column < COLUMNS)[None, :]
+            target = total + row[:, None] * COLUMNS + column[None, :]
+            changes = (count > 0)[:, None] & is_column
+            value = tl.load(target, changes, 0)
+            for i in range(0, most):
+                here = i < count
+                place = tl.load(copies + begin + i, here, 0)
+                copy = tl.load(received + place[:, None] * COLUMNS + column[None, :], here[:, None] & is_column, 0)
+                joined = tl.maximum(value, copy) if LARGEST else value + copy
+                value = tl.where(here[:, None], joined, value)
+            tl.store(target, value, changes)
 
 
 @triton.jit
