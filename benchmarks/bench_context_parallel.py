@@ -120,7 +120,7 @@ def traffic(problem: Problem, backward: bool) -> dict[str, float]:
     sizes = torch.tensor([[keys, copies], [least_keys, least_copies]], dtype=torch.float64)
     gradient = shape.key_gradient_bytes() if backward else 0
     moved = (sizes @ torch.tensor([shape.key_bytes(), gradient], dtype=torch.float64)).to(q.device)
-    dist.all_reduce(moved, dist.ReduceOp.MAX)
+    dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
     received, least = moved.tolist()
     return {"MiB received": received / 2**20, "MiB lower bound": least / 2**20}
 
