@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.bench_ffa import bounds
 from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ring, staged, stock
-from benchmarks.harness import RESULTS, Row, Timing, attention_tflops, table, time_once, write_results
+from benchmarks.harness import RESULTS, Row, Timing, attention_tflops, leave, table, time_once, write_results
 from magi_flex.distributed import ContextParallel, Timeline
 from magi_flex.distributed.cost_model import Shape
 from magi_flex.distributed.timeline import Span, chrome_trace
@@ -131,7 +131,7 @@ def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, 
     sides = {OURS: staged(problem), "computing only": computing_only(problem), ALONE: alone(problem, mask)}
     sides |= {"all-gather": all_gather(problem), "ring": ring(problem)}
     if args.stock:
-        sides["stock context parallel"] = stock(problem, mask, length)
+        sides["stock context parallel"] = stock(problem, mask)
     areas = {name: problem.mask.area() / mesh.size() for name in sides}
     areas[ALONE] = intervals(mask, problem.q.shape[2], args.device).area()
     heads = f"{args.heads[0]}:{args.heads[1]}"
@@ -216,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="native group collectives")
     parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave out PyTorch's context parallel")
     parser.add_argument("--timeline", type=Path, help="folder for the timeline of the last mask")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--directory", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.heads = [int(x) for x in args.heads.split(":")]
     return args
@@ -224,6 +224,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    if "LOCAL_RANK" not in os.environ:
+        leave("start it with torchrun --nproc-per-node N -m benchmarks.bench_context_parallel")
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         args.device = torch.device("cuda", local_rank)
@@ -240,7 +242,7 @@ def main() -> None:
             rows += measure(mask, int(tokens), mesh, args, dtype)
             if dist.get_rank() == 0:
                 print(table(rows[-2:]), *(row.more for row in rows[-2:]), sep="\n", flush=True)
-                write_results("context_parallel", rows, args.output)
+                write_results("context_parallel", rows, args.directory)
     dist.destroy_process_group()
 
 

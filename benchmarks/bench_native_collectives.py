@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--multiprocessors", default="4,8,16,32,64")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--directory", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         leave("needs a GPU")
@@ -77,7 +77,7 @@ def main() -> None:
             flush=True,
         )
     print(table(rows))
-    print(write_results("native_collectives", rows, args.output))
+    print(write_results("native_collectives", rows, args.directory))
 
 
 if __name__ == "__main__":

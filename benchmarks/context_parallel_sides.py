@@ -271,7 +271,7 @@ def ring(problem: Problem) -> Side:
 # ---- PyTorch's own --------------------------------------------------------------------------------------------------
 
 
-def stock(problem: Problem, mask: str, length: int) -> Side:
+def stock(problem: Problem, mask: str) -> Side:
     """``_ContextParallel`` (all-gather) with stock compiled flex_attention and head-tail balancing.
 
     The BlockMask is made uncompiled: compiling its mask builder took minutes at 16K tokens.
@@ -285,7 +285,7 @@ def stock(problem: Problem, mask: str, length: int) -> Side:
         "causal": lambda b, h, q, k: q >= k,
     }
     mask_mod = mask_mods.get(mask, lambda b, h, q, k: (k >= starts[q]) & (k < ends[q]))
-    ranks, device = problem.group.size(), problem.q.device
+    ranks, length, device = problem.group.size(), problem.mask.q_len, problem.q.device
     balancer = _HeadTailLoadBalancer(length, ranks, device.type)
     stock_cp._compiled_create_block_mask = create_block_mask
     block_mask = stock_cp._create_cp_block_mask(mask_mod, 1, 1, length, length, problem.mesh, balancer)
