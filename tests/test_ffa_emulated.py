@@ -173,7 +173,7 @@ def random_bits(q_len: int, kv_len: int) -> MaskPlan:
 
 
 def test_general_score_mod_and_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    q_len, kv_len = 150, 290
+    q_len, kv_len = 136, 170
     torch.manual_seed(0)
     captures = (torch.randn(HEADS, 5), torch.tensor(0.7))
 
@@ -199,7 +199,7 @@ def test_general_score_mod_and_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with unused capacity, as they are built on the device: only what is counted is visited."""
-    q_len, kv_len = 70, 131
+    q_len, kv_len = 40, 131
     build = tile_plans.kernel_tile_plan
 
     def with_room(*args: Any, **options: Any) -> TilePlan:
