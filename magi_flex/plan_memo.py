@@ -26,6 +26,7 @@ class _Entry:
     contents: tuple[Tensor, ...] = ()
 
 
+_MOST_BYTES = 1 << 26  # of tensors that copies are kept of
 _entries: dict[int, _Entry] = {}
 _lock = threading.Lock()
 
@@ -57,13 +58,14 @@ def recall(key: int, identity: Hashable, build: Callable[[], BuiltMask]) -> Buil
 def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
     """The plan that was made before from these very tensors with the same contents, or a new one.
 
-    Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy).
+    Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy,
+    the static memory of CUDA graphs).  Large ones (``_MOST_BYTES``) are not copied, and their plan is not kept.
     """
-    if not tensors:
+    if not tensors or sum(x.numel() * x.element_size() for x in tensors) > _MOST_BYTES:
         return build()
     key = hash((identity, *(storage_key(x) for x in tensors)))
     entry = _find(key, identity)
-    if entry is not None and all(_same_bits(x, copy) for x, copy in zip(tensors, entry.contents, strict=True)):
+    if entry is not None and _same_contents(tensors, entry.contents):
         return entry.mask
     mask = build()
     remember(key, tensors[0], identity, mask, tuple(x.detach().clone() for x in tensors))
@@ -76,10 +78,19 @@ def _find(key: int, identity: Hashable) -> _Entry | None:
     return entry if entry is not None and entry.identity == identity and not entry.owner.expired() else None
 
 
-def _same_bits(x: Tensor, copy: Tensor) -> bool:
-    if x.dtype != copy.dtype or x.shape != copy.shape or x.device != copy.device:
+def _same_contents(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+    """Bit for bit; a GPU is waited for once."""
+    pairs = list(zip(tensors, copies, strict=True))
+    if any(x.dtype != copy.dtype or x.shape != copy.shape or x.device != copy.device for x, copy in pairs):
         return False
-    if x.dtype.is_floating_point:
-        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-        x, copy = x.detach().view(whole), copy.view(whole)
-    return torch.equal(x, copy)
+    same = [(_whole(x) == _whole(copy)).all() for x, copy in pairs if not x.device.type == "cpu"]
+    if not all(torch.equal(_whole(x), _whole(copy)) for x, copy in pairs if x.device.type == "cpu"):
+        return False
+    return not same or bool(torch.stack(same).all())
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The bits of floating-point values as whole numbers, so that NaN is NaN."""
+    if not x.dtype.is_floating_point:
+        return x
+    return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -41,6 +41,7 @@ def _driver() -> ctypes.PyDLL:
     driver.cuLaunchKernelEx.argtypes = [address] * 4
     driver.cuTensorMapReplaceAddress.argtypes = [address, address]
     driver.cuMemsetD32Async.argtypes = [ctypes.c_uint64, unsigned, ctypes.c_size_t, address]
+    driver.cuStreamGetCaptureInfo_v2.argtypes = [address] * 6
     driver.cuModuleLoadData.argtypes = [address, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [address, address, ctypes.c_char_p]
     driver.cuModuleGetGlobal_v2.argtypes = [address, address, address, ctypes.c_char_p]
@@ -208,6 +209,14 @@ def is_tma_ready(x: Tensor) -> bool:
 def _is_layout_ready(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
     stepped = [stride * item for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
     return (shape[-1] == 1 or strides[-1] == 1) and all(s % 16 == 0 and 0 < s < 1 << 40 for s in stepped)
+
+
+def capture_id(stream: int) -> int:
+    """Which capture of a CUDA graph the stream is part of, a number above 0; 0: of none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    _check(code, "asking for a stream's capture")
+    return number.value if status.value else 0
 
 
 def fill_zero(x: Tensor, stream: int) -> None:
