@@ -310,6 +310,7 @@ def compiled_head_dims(head_dim: int, v_dim: int) -> tuple[int, int] | None:
     return next((pair for pair in HEAD_DIMS if head_dim <= pair[0] and v_dim <= pair[1]), None)
 
 
+@functools.lru_cache(maxsize=1024)
 def forward_instance(
     dtype: torch.dtype,
     head_dim: int,
