@@ -41,7 +41,6 @@ def _driver() -> ctypes.PyDLL:
     driver.cuLaunchKernelEx.argtypes = [address] * 4
     driver.cuTensorMapReplaceAddress.argtypes = [address, address]
     driver.cuMemsetD32Async.argtypes = [ctypes.c_uint64, unsigned, ctypes.c_size_t, address]
-    driver.cuStreamGetCaptureInfo_v2.argtypes = [address] * 6
     driver.cuModuleLoadData.argtypes = [address, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [address, address, ctypes.c_char_p]
     driver.cuModuleGetGlobal_v2.argtypes = [address, address, address, ctypes.c_char_p]
@@ -211,10 +210,13 @@ def _is_layout_ready(shape: tuple[int, ...], strides: tuple[int, ...], item: int
     return (shape[-1] == 1 or strides[-1] == 1) and all(s % 16 == 0 and 0 < s < 1 << 40 for s in stepped)
 
 
-def capture_id(stream: int) -> int:
-    """Which capture of a CUDA graph the stream is part of, a number above 0; 0: of none."""
+def capture_id(stream: int) -> int | None:
+    """Which capture of a CUDA graph a stream is part of, a number above 0; 0: of none; None: the driver cannot tell."""
+    ask = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
+    if ask is None:
+        return None
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    code = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    code = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
     _check(code, "asking for a stream's capture")
     return number.value if status.value else 0
 

@@ -57,10 +57,10 @@ def shared(scratch: Tensor, what: Hashable, build: Callable[[], T]) -> T:
     Args:
         scratch: uint8, contiguous, on the device of what ``build`` makes: dataclasses and tuples of tensors.
     """
-    storage, base = scratch.untyped_storage(), scratch.storage_offset()
-    if base % _ALIGNMENT:
+    storage, base, capture = scratch.untyped_storage(), scratch.storage_offset(), _capture_of(scratch)
+    if base % _ALIGNMENT or capture is None:
         return build()
-    key = (storage._cdata, _capture_of(scratch))
+    key = (storage._cdata, capture)
     with _lock:
         contents = _contents.get(key)
         if contents is None or contents.owner.expired():
@@ -96,7 +96,7 @@ def shared(scratch: Tensor, what: Hashable, build: Callable[[], T]) -> T:
     return value
 
 
-def _capture_of(scratch: Tensor) -> int:
+def _capture_of(scratch: Tensor) -> int | None:
     return capture_id(torch.cuda.current_stream(scratch.device).cuda_stream) if scratch.is_cuda else 0
 
 
