@@ -63,12 +63,14 @@ def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], Bu
     """
     if not tensors or sum(x.numel() * x.element_size() for x in tensors) > _MOST_BYTES:
         return build()
+    identity = (identity, *((x.dtype, x.shape, x.device) for x in tensors))
     key = hash((identity, *(storage_key(x) for x in tensors)))
     entry = _find(key, identity)
-    if entry is not None and _same_contents(tensors, entry.contents):
+    if entry is not None and all(torch.equal(*both) for both in zip(_pieces(tensors), entry.contents, strict=True)):
         return entry.mask
     mask = build()
-    remember(key, tensors[0], identity, mask, tuple(x.detach().clone() for x in tensors))
+    contents = (piece.clone() if piece.device.type == "cpu" else piece for piece in _pieces(tensors))
+    remember(key, tensors[0], identity, mask, tuple(contents))
     return mask
 
 
@@ -78,19 +80,13 @@ def _find(key: int, identity: Hashable) -> _Entry | None:
     return entry if entry is not None and entry.identity == identity and not entry.owner.expired() else None
 
 
-def _same_contents(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
-    """Bit for bit; a GPU is waited for once."""
-    pairs = list(zip(tensors, copies, strict=True))
-    if any(x.dtype != copy.dtype or x.shape != copy.shape or x.device != copy.device for x, copy in pairs):
-        return False
-    same = [(_whole(x) == _whole(copy)).all() for x, copy in pairs if not x.device.type == "cpu"]
-    if not all(torch.equal(_whole(x), _whole(copy)) for x, copy in pairs if x.device.type == "cpu"):
-        return False
-    return not same or bool(torch.stack(same).all())
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors' bytes: on a CPU one by one, on a GPU all together, so that it is waited for once."""
+    found = [_bytes(x) for x in tensors if x.device.type == "cpu"]
+    for device in dict.fromkeys(x.device for x in tensors if x.device.type != "cpu"):
+        found.append(torch.cat([_bytes(x) for x in tensors if x.device == device]))
+    return found
 
 
-def _whole(x: Tensor) -> Tensor:
-    """The bits of floating-point values as whole numbers, so that NaN is NaN."""
-    if not x.dtype.is_floating_point:
-        return x
-    return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)
