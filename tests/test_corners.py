@@ -16,7 +16,7 @@ def enabled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("backend", ["auto", "cpu", "tiled"])
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
 @pytest.mark.parametrize("name", CORNERS)
 def test_corner(name: str, backend: str) -> None:
     check_corner(name, backend, "cpu")
