@@ -125,11 +125,8 @@ class FfaBackend(Backend):
         return found
 
     def reservations(self, facts: RequestFacts) -> list[str]:
-        general = ["a general score mod"] if facts.score_steps is None else []
-        if facts.has_bit_tiles:
-            general.append("a mask with bit tiles")
         if not facts.needs_backward:
-            return general
+            return []
         found = []
         if max(facts.head_dim, facts.v_head_dim) > 128:
             found.append(f"head dims {facts.head_dim} and {facts.v_head_dim}")
@@ -137,7 +134,7 @@ class FfaBackend(Backend):
             found.append("score steps")
         if facts.deterministic:
             found.append("a fixed order of sums")
-        return general + [f"its backward with {what}" for what in found]
+        return [f"its backward with {what}" for what in found]
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
