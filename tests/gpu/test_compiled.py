@@ -117,7 +117,7 @@ def losses_and_gradients(function: Any, model: nn.Module, tokens: Tensor, mask: 
     return [x.clone() for x in (loss.detach(), *torch.autograd.grad(loss, list(model.parameters())))]
 
 
-@pytest.mark.parametrize("plans", ["auto", "device"])
+@pytest.mark.parametrize("plans", ["auto", "torch"])
 @pytest.mark.parametrize("make", MASKS)
 @pytest.mark.parametrize(
     ("dtype", "mode"),
