@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import cuda_build, cuda_driver, ffa_ahead
+from magi_flex.kernels import cuda_build, cuda_driver, device_plans, ffa_ahead
 from magi_flex.kernels.cuda_build import CompileError, Cubin, compile_cubin, has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
 from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, tma_ready
@@ -28,7 +28,6 @@ from magi_flex.kernels.request import (
 )
 from magi_flex.kernels.route import explain_route
 from magi_flex.kernels.score_split import leading_factors
-from magi_flex.kernels.tile_plans import DEVICE_BUILDER_HAS_RUN
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 
@@ -87,7 +86,8 @@ def test_kernels_built_ahead_are_those_that_run(tmp_path, monkeypatch, capsys) -
     kept = {instance.defines()["FFA_PACK"] for instance in ffa_ahead.forward_instances([1, 8, 16])}
     assert kept == {1, 8}
     ahead = ffa_ahead.forward_instances([8])
-    assert forward_instance(torch.float16, 64, 64, 8, 1, counted=DEVICE_BUILDER_HAS_RUN) in ahead and len(ahead) == 4
+    counted = device_plans.missing() is None
+    assert forward_instance(torch.float16, 64, 64, 8, 1, counted=counted) in ahead and len(ahead) == 4
     assert [x.head_dim for x in ffa_ahead.backward_instances()] == [64, 64]
     assert ffa_ahead.gradient_q_instances([8]) == []
     monkeypatch.setattr(ffa_ahead, "forward_instances", lambda groups: ahead[:1])
