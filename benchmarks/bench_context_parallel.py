@@ -6,7 +6,7 @@ NCCL with a GPU a rank, or gloo on CPUs (``--device cpu``, with small ``--tokens
 mask's exact area; a pass takes as long as its slowest rank.  "one GPU" is the same kernel on one GPU's own tokens (a
 mask of that length, no communication); "exposed" is the share of our pass that is not computing, measured against the
 same kernel calls with all keys in place; bytes are those that a rank receives, the lower bound counts each remote key
-that its rows attend to once.  Writes results/context_parallel.json and, of the last mask, a timeline of both passes as
+that its rows attend to once.  Writes results/context_parallel.json and, of the first mask, a timeline of both passes as
 a Chrome trace and (with matplotlib) a picture.
 """
 
@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,9 @@ from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 
 MASKS = ("full", "causal", "varlen_causal", "varlen_block_causal")
-OURS, ALONE = "ours", "one GPU"
+OURS, COMPUTING, ALONE = "ours", "computing only", "one GPU"
+STOCK, NATIVE = "stock context parallel", "ours, native collectives"
+Native = Literal["auto"] | bool
 
 
 def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
@@ -44,17 +46,15 @@ def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
     return RowIntervals(starts, ends, length)
 
 
-def operands(problem_mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype) -> Problem:
+def operands(
+    mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype, native: Native
+) -> Problem:
     """Random rows on every rank; which ones they are does not matter to anybody's time."""
-    options = {} if args.native == "auto" else {"native": args.native == "on"}
-    cp = ContextParallel(mesh, problem_mask, **options)
+    cp = ContextParallel(mesh, mask, native=native)
     heads, kv_heads = args.heads
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    tensors = [
-        torch.randn(1, n, len(cp.rows), args.dim, generator=generator).to(cp.device, dtype)
-        for n in (heads, kv_heads, kv_heads, heads)
-    ]
-    return Problem(mesh, problem_mask, cp, *tensors)
+    sizes = [(1, n, len(cp.rows), args.dim) for n in (heads, kv_heads, kv_heads, heads)]
+    tensors = [torch.randn(size, device=cp.device, dtype=dtype) for size in sizes]
+    return Problem(mesh, mask, cp, *tensors)
 
 
 def alone(problem: Problem, mask: str) -> Side:
@@ -75,8 +75,7 @@ def alone(problem: Problem, mask: str) -> Side:
 def slowest(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, Timing]:
     """As harness.interleave, each time that of the slowest rank."""
     for work in works.values():
-        for _ in range(2):
-            work()
+        work()
     samples = {name: torch.zeros(repeats, dtype=torch.float64) for name in works}
     for i in range(repeats):
         for name, work in works.items():
@@ -125,32 +124,40 @@ def traffic(problem: Problem, backward: bool) -> dict[str, float]:
     return {"MiB received": received / 2**20, "MiB lower bound": least / 2**20}
 
 
+def rates(
+    problem: Problem, sides: dict[str, Side], mask: str, direction: str, args: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(milliseconds, TFLOP/s of a GPU) of each side that has this direction, in turn."""
+    works = {name: side.forward if direction == "fwd" else side.backward for name, side in sides.items()}
+    timings = slowest({name: work for name, work in works.items() if work is not None}, args.device, args.repeats)
+    ms = {name: timing.median_ms for name, timing in timings.items()}
+    shared, own = problem.mask.area() / problem.group.size(), 0
+    if ALONE in sides:
+        own = intervals(mask, problem.q.shape[2], args.device).area()
+    heads, dim = args.heads[0], args.dim
+    rate = {
+        name: attention_tflops(own if name == ALONE else shared, heads, dim, dim, direction, ms[name]) for name in ms
+    }
+    return ms, rate
+
+
 def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+    """Ours beside what uses our kernels, forward and backward."""
     length = tokens * mesh.size()
-    problem = operands(intervals(mask, length, args.device), mesh, args, dtype)
-    sides = {OURS: staged(problem), "computing only": computing_only(problem), ALONE: alone(problem, mask)}
+    problem = operands(intervals(mask, length, args.device), mesh, args, dtype, False)
+    sides = {OURS: staged(problem), COMPUTING: computing_only(problem), ALONE: alone(problem, mask)}
     sides |= {"all-gather": all_gather(problem), "ring": ring(problem)}
-    if args.stock:
-        sides["stock context parallel"] = stock(problem, mask)
-    areas = {name: problem.mask.area() / mesh.size() for name in sides}
-    areas[ALONE] = intervals(mask, problem.q.shape[2], args.device).area()
     heads = f"{args.heads[0]}:{args.heads[1]}"
     rows = []
-    for direction, is_backward in (("fwd", False), ("bwd", True)):
-        works = {name: side.backward if is_backward else side.forward for name, side in sides.items()}
-        works = {name: work for name, work in works.items() if work is not None}
-        timings = slowest(works, args.device, args.repeats)
-        ms = {name: timing.median_ms for name, timing in timings.items()}
-        rate = {
-            name: attention_tflops(areas[name], args.heads[0], args.dim, args.dim, direction, ms[name]) for name in ms
-        }
+    for direction in ("fwd", "bwd"):
+        ms, rate = rates(problem, sides, mask, direction, args)
         more: dict[str, Any] = {"ranks": mesh.size(), "transport": dist.get_backend(problem.group)}
-        more |= {"native": problem.cp.masks[0].native, "imbalance": problem.cp.imbalance}
-        more |= {"share of one GPU": rate[OURS] / rate[ALONE]}
-        more |= {"exposed share": max(0.0, 1 - ms["computing only"] / ms[OURS])}
-        more |= traffic(problem, is_backward)
-        backend = route(facts_of(AttentionRequest(*problem.tensors, MaskPlan(problem.mask), 1.0), True)).name
-        beside = {name: value for name, value in rate.items() if name not in (OURS, "computing only")}
+        more |= {"imbalance": problem.cp.imbalance, "share of one GPU": rate[OURS] / rate[ALONE]}
+        more |= {"exposed share": max(0.0, 1 - ms[COMPUTING] / ms[OURS])}
+        more |= traffic(problem, direction == "bwd")
+        own = MaskPlan(intervals(mask, problem.q.shape[2], args.device))
+        backend = route(facts_of(AttentionRequest(*problem.tensors, own, problem.scale), True)).name
+        beside = {name: value for name, value in rate.items() if name not in (OURS, COMPUTING)}
         rows.append(
             Row(
                 *("context parallel", backend, mask, length, heads, args.dim, str(dtype).removeprefix("torch.")),
@@ -159,7 +166,26 @@ def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, 
         )
     if args.timeline is not None:
         draw_timeline(problem, args.timeline)
+        args.timeline = None
     return rows
+
+
+def measure_beside(
+    name: str, mask: str, rows: list[Row], mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype
+) -> None:
+    """Adds another side to a cell's rows, measured in turn with ours."""
+    problem = operands(intervals(mask, rows[0].S, args.device), mesh, args, dtype, False)
+    sides = {OURS: staged(problem)}
+    if name == STOCK:
+        sides[name] = stock(problem, mask)
+    else:
+        sides[name] = staged(operands(problem.mask, mesh, args, dtype, True))
+    for row in rows:
+        assert row.direction is not None
+        _, rate = rates(problem, sides, mask, row.direction, args)
+        if name in rate:
+            row.beside[name] = rate[name]
+            row.more[f"ours beside {name}"] = rate[OURS]
 
 
 # ---- the timeline ---------------------------------------------------------------------------------------------------
@@ -213,9 +239,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="native group collectives")
+    parser.add_argument("--native", action="store_true", help="native group collectives, too")
     parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave out PyTorch's context parallel")
-    parser.add_argument("--timeline", type=Path, help="folder for the timeline of the last mask")
+    parser.add_argument("--timeline", type=Path, help="folder for the timeline of the first mask")
     parser.add_argument("--directory", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.heads = [int(x) for x in args.heads.split(":")]
@@ -236,13 +262,22 @@ def main() -> None:
         dist.init_process_group("gloo")
     mesh = init_device_mesh(args.device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    rows = []
-    for tokens in args.tokens.split(","):
+    cells: dict[tuple[int, str], list[Row]] = {}
+
+    def report(rows: list[Row]) -> None:
+        if dist.get_rank() == 0:
+            print(table(rows), *(row.more for row in rows), sep="\n", flush=True)
+            write_results("context_parallel", [row for rows in cells.values() for row in rows], args.directory)
+
+    for tokens in map(int, args.tokens.split(",")):
         for mask in args.masks.split(","):
-            rows += measure(mask, int(tokens), mesh, args, dtype)
-            if dist.get_rank() == 0:
-                print(table(rows[-2:]), *(row.more for row in rows[-2:]), sep="\n", flush=True)
-                write_results("context_parallel", rows, args.directory)
+            cells[tokens, mask] = measure(mask, tokens, mesh, args, dtype)
+            report(cells[tokens, mask])
+    # What may take long to compile comes when the rest is written.
+    for name, wanted in ((NATIVE, args.native), (STOCK, args.stock)):
+        for (_, mask), rows in cells.items() if wanted else ():
+            measure_beside(name, mask, rows, mesh, args, dtype)
+            report(rows)
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import magi_flex
 from inductor_lowering.captured_floats import floats_as_tensors
@@ -30,6 +31,8 @@ def attend_with(value: float, *inputs: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_training(compiled: bool, dtype: torch.dtype) -> None:
+    if compiled and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("this torch refuses a captured float that changes, as a SymFloat")
     torch._dynamo.reset()
     function = torch.compile(attend_with, fullgraph=True) if compiled else attend_with
     counters = torch._dynamo.utils.counters["stats"]

@@ -64,7 +64,7 @@ def push_rows_kernel(
             tl.store(staging + offset + (base + row)[:, None] * COLUMNS + column[None, :], words, here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "epoch"])  # another epoch is not another kernel
 def flags_kernel(pads, rank, epoch, RANKS: tl.constexpr, LANES: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr):
     """Tells every rank that this one's rows of call ``epoch`` are there, and waits until all have said so.
 
@@ -83,7 +83,7 @@ def flags_kernel(pads, rank, epoch, RANKS: tl.constexpr, LANES: tl.constexpr, SI
             missing = tl.sum((is_rank & (seen < epoch)).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def sum_rows_kernel(
     total,
     received,
@@ -125,7 +125,7 @@ def sum_rows_kernel(
             tl.store(target, value, changes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge_rows_kernel(
     out,
     lse,

@@ -9,6 +9,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,10 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from magi_flex.distributed import group_work
+from magi_flex.distributed import group_work, native_buffers
 from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.group_collective import group_cast, group_reduce, native_plan
+from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.key_ranges import needed_ranges
 from magi_flex.distributed.native_exchange import NativeExchange
 from magi_flex.intervals import RowIntervals
@@ -57,7 +59,10 @@ def run(check: Check, ranks: int) -> None:
     mp.spawn(_serve, (ranks, port, check), ranks)
 
 
-def plans(rows: int, seed: int, per_node: int = 1):
+Hops = tuple[GroupPlan, ...]
+
+
+def plans(rows: int, seed: int, per_node: int = 1) -> tuple[Hops, Hops]:
     """(plain plan, native plan) of an exchange with random rows, keys and owners."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +77,7 @@ def plans(rows: int, seed: int, per_node: int = 1):
     return tuple(hop.to(device) for hop in hops), native_plan(hops, device)
 
 
-def compare(plain, native) -> None:
+def compare(plain: Hops, native: Hops) -> None:
     """Casts of several dtypes and layouts, and all reductions, both ways."""
     rows, copies = plain[0].in_rows, plain[-1].out_rows
     tensors = [
@@ -96,17 +101,22 @@ def compare(plain, native) -> None:
 
 
 def check_against_all_to_all() -> None:
-    started = []
+    started: list[NativeExchange] = []
 
     class Counting(NativeExchange):
-        def __init__(self, *args) -> None:
+        def __init__(self, *args: Any) -> None:
             started.append(self)
             super().__init__(*args)
 
-    with mock.patch.object(group_work, "NativeExchange", Counting):
-        for seed, rows in enumerate((40, 300, 129, 1500)):  # the last one lets the buffers grow
+    sizes = set()
+    with (
+        mock.patch.object(group_work, "NativeExchange", Counting),
+        mock.patch.object(native_buffers, "_LEAST_BYTES", 1 << 14),
+    ):
+        for seed, rows in enumerate((40, 300, 129, 1500)):  # the buffers have to grow
             compare(*plans(rows, seed))
-    assert len(started) == 4 * 4
+            sizes.add(started[-1].buffers.half_bytes)
+    assert len(started) == 4 * 4 and len(sizes) > 1
 
 
 def check_two_levels() -> None:
@@ -138,7 +148,7 @@ def check_gradients() -> None:
     leaves = [torch.randn(size, device="cuda") for size in sizes]
     weights = [torch.randn(copies, 3, device="cuda"), torch.randn(own, 2, 4, device="cuda")]
 
-    def grads(plan) -> list[Tensor]:
+    def grads(plan: Hops) -> list[Tensor]:
         x = [leaf.clone().requires_grad_() for leaf in leaves]
         (rows,) = group_cast(x[:1], plan)
         out, lse = group_reduce(x[1:], plan, op="lse")
