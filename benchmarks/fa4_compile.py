@@ -225,7 +225,7 @@ def compile_case(case: Case) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, out = _tensor(1, LENGTH, HEADS, case.head_dim), _tensor(1, LENGTH, HEADS, case.v_dim)
         k, v = _tensor(1, LENGTH, KV_HEADS, case.head_dim), _tensor(1, LENGTH, KV_HEADS, case.v_dim)
-        if backward and case.arch == 90 and score is not None and score.reads_place:
+        if backward and fa4.must_spread(case.arch, (case.head_dim, case.v_dim), score):
             k, v = _tensor(1, LENGTH, HEADS, case.head_dim), out
         mask = _mask(case)
         arguments = {
