@@ -3,10 +3,10 @@
     python -m benchmarks.bench_device_plans [--lengths 8192,32768,1048576] [--directory OUT]
 
 A row is one plan: ``fwd`` ragged tiles of 24 x 80 (query positions of a packed tile), ``bwd`` ragged key tiles of 128
-with steps of 64.  ``ms`` is our kernels launched one by one, ``graph_ms`` the same inside a CUDA graph, ``peak_mib``
-what planning allocates at most, intervals included.  Beside: torch's builder, and (documents, causal at 32K at most)
-stock ``create_block_mask``, compiled, which also stands beside the plan of a dense table
-(``--stream``).  Targets: documents, causal in 0.15 ms at 32K and in 5 ms and 32 MiB at 1M.
+with steps of 64; ``fwd from ids`` is all of it, from document ids to tiles.  ``ms`` is our kernels launched one by one,
+``graph_ms`` the same inside a CUDA graph, ``peak_mib`` what planning allocates at most, intervals included.  Beside:
+torch's builder, and (documents, causal at 32K at most) stock ``create_block_mask``, compiled, which also stands beside
+the plan of a dense table (``--stream``).  Targets: documents, causal in 0.15 ms at 32K and in 5 ms and 32 MiB at 1M.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-import magi_flex
+import magi_flex.ops  # the operators
 from benchmarks.bench_tiles import plans
 from benchmarks.harness import RESULTS, Row, interleave, leave, table, write_results
 from benchmarks.workloads import document_lengths
+from inductor_lowering.capture import trace_mask_mod
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import device_plans
 from magi_flex.kernels.device_plans import build_device_plan
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import MaskSpec, split_captures
 from magi_flex.tiles import build_tile_plan
 
 DIRECTIONS = {"fwd": (24, 80, False, 1), "bwd": (64, 128, True, 8)}
@@ -61,6 +63,20 @@ def stock_block_mask(size: int) -> Callable[[], object]:
     return lambda: compiled(mods.document_causal(ids), None, None, size, size, "cuda")
 
 
+def plan_from_ids(size: int) -> Callable[[], object]:
+    """The whole way of packed documents, causal: from a tensor of document ids to tiles of the forward pass."""
+    ids = mods.documents_from_lengths(document_lengths(size), device="cuda")[0]
+    program, captures = trace_mask_mod(mods.document_causal(ids), "cuda")
+    order, tensors, ints = split_captures(captures)
+    spec = MaskSpec(program.to_json(), order).to_json()
+
+    def build() -> object:
+        starts, ends, *rest = torch.ops.magi_flex.plan_labels(tensors, ints, spec, 1, 1, size, size, ids.device)
+        return rest, build_device_plan(RowIntervals(starts, ends, size), *DIRECTIONS["fwd"][:2], False, True)
+
+    return build
+
+
 def streamed(size: int, rounds: int) -> Row:
     """The plan of a random table, which has no structure at all, beside stock ``create_block_mask``."""
     allowed = torch.rand(size, size, device="cuda") < 0.5
@@ -84,6 +100,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="8192,32768,1048576")
     parser.add_argument("--masks", default="causal;documents, causal;window 1024, causal")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--alone", action="store_true", help="nothing beside")
     parser.add_argument("--stream", type=int, default=0, help="also the plan of a dense table of that many tokens")
     parser.add_argument("--directory", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -107,24 +124,34 @@ def main() -> None:
                 def torchs(a: object = (MaskPlan(intervals), q_tile, kv_tile, transposed, True, align)) -> object:
                     return build_tile_plan(*a)  # type: ignore[misc]
 
-                work = {"device": ours, "graph": graph_of(ours), "torch": torchs}
-                if mask == "documents, causal" and direction == "fwd" and size <= STOCK_LONGEST:
+                work = {"device": ours, "graph": graph_of(ours)}
+                if not options.alone:
+                    work["torch"] = torchs
+                if not options.alone and mask == "documents, causal" and direction == "fwd" and size <= STOCK_LONGEST:
                     work["stock_create_block_mask"] = stock_block_mask(size)
                 timings = interleave(work, repeats=options.rounds, warmup=3, device=device)
                 tiles = ours()
                 more: dict[str, float | int] = {
                     "graph_ms": timings["graph"].median_ms,
                     "peak_mib": peak_mib(ours) + intervals.nbytes / 2**20,
-                    "torch_peak_mib": peak_mib(torchs) + intervals.nbytes / 2**20,
                     "plan_bytes": tiles.nbytes,  # type: ignore[attr-defined]
                     "q_tile": q_tile,
                     "kv_tile": kv_tile,
                 }
+                if not options.alone:
+                    more["torch_peak_mib"] = peak_mib(torchs) + intervals.nbytes / 2**20
                 beside = {name: timing.median_ms for name, timing in timings.items() if name not in ("device", "graph")}
                 ms = timings["device"].median_ms
                 rows.append(Row("plan", "device", mask, size, direction=direction, ms=ms, beside=beside, more=more))
                 print(f"{mask}, {size}, {direction}: {more}", flush=True)
                 write_results("device_plans", rows, options.directory)
+        ids = plan_from_ids(size)
+        timings = interleave({"device": ids, "graph": graph_of(ids)}, repeats=options.rounds, warmup=3, device=device)
+        more = {"graph_ms": timings["graph"].median_ms, "peak_mib": peak_mib(ids)}
+        ms = timings["device"].median_ms
+        rows.append(Row("plan", "device", "documents, causal", size, direction="fwd from ids", ms=ms, more=more))
+        print(f"from ids, {size}: {ms:.3f} ms, {more}", flush=True)
+        write_results("device_plans", rows, options.directory)
     if options.stream:
         rows.append(streamed(options.stream, options.rounds))
         print(rows[-1], flush=True)

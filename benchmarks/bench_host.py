@@ -28,7 +28,7 @@ from magi_flex import mods
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.kernels.route import facts_of, route
 
-HEADS, KV_HEADS, DIM = 8, 2, 64
+HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
 def host_and_device_ms(work: Callable[[], object], calls: int, rounds: int) -> tuple[float, float]:

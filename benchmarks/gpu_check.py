@@ -94,6 +94,7 @@ BENCHMARKS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("bench_triton", ("--directory", "{out}"), 180),
     ("bench_device_plans", ("--directory", "{out}"), 120),
     ("bench_fa4", ("--directory", "{out}"), 180),
+    ("bench_native_collectives", ("--directory", "{out}"), 60),
 )
 
 
@@ -110,6 +111,13 @@ def steps(out: Path) -> list[Step]:
         if (ROOT / "benchmarks" / f"{module}.py").exists():
             filled = tuple(argument.format(out=out) for argument in arguments)
             found.append(Step(f"{module}-{number}", ("-m", f"benchmarks.{module}", *filled), seconds))
+    if torch.cuda.device_count() > 1:
+        module = "benchmarks.bench_context_parallel"
+        ranks = ("--standalone", "--nproc-per-node", str(torch.cuda.device_count()))
+        results = ("--directory", str(out), "--timeline", str(out))
+        found.append(
+            Step("bench_context_parallel", ("-m", "torch.distributed.run", *ranks, "-m", module, *results), 400)
+        )
     return found
 
 

@@ -78,7 +78,7 @@ def leave(reason: str) -> NoReturn:
     sys.exit(PASSED_OVER)
 
 
-def _time_once(work: Callable[[], object], device: torch.device) -> float:
+def time_once(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -116,7 +116,7 @@ def interleave(
     rounds = 0
     while rounds < repeats or time.perf_counter() - start < seconds:
         for name, work in candidates.items():
-            samples[name].append(_time_once(work, device))
+            samples[name].append(time_once(work, device))
         rounds += 1
     return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 

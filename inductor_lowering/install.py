@@ -46,9 +46,8 @@ def enable(backend: str = AUTO, plans: str = AUTO) -> Enabled:
 
     Args:
         backend: "auto" (the fastest that serves a call) or one name for all calls that choose none themselves.
-        plans: who builds tile plans on a GPU: "torch" (operations that wait for the device), "device" (our kernels,
-            which do not, so that a step can be captured in a CUDA graph), or "auto": the latter once they have run on
-            a GPU.
+        plans: who builds tile plans on a GPU: "torch" (operations that wait for the device) or "device" (our kernels,
+            which do not, so that a step can be captured in a CUDA graph); "auto" means the latter.
 
     Raises:
         ValueError: unknown backend or builder.

@@ -247,7 +247,7 @@ class _Rewriter:
                 whole = self.graph.call_function(op, (tensors, ints, mask.to_json(), *sizes, q.device))
                 with _fake_mode(q):
                     values = [torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in shapes]
-                whole.meta["val"] = values if len(values) > 2 else tuple(values)
+                whole.meta["val"] = values if op is torch.ops.magi_flex.plan_labels.default else tuple(values)
                 parts = [self.graph.call_function(operator.getitem, (whole, i)) for i in range(len(values))]
                 for part, value in zip(parts, values, strict=True):
                     part.meta["val"] = value
@@ -293,7 +293,7 @@ def _planning_op(
         return None, "a captured size that is not known"
     shape = mask.static_shape(tensors, ints, *sizes)
     if not isinstance(shape, str):
-        return torch.ops.magi_flex.plan_intervals.default, [(shape, torch.int32)] * 2
+        return torch.ops.magi_flex.plan_intervals.default, magi_flex.ops.interval_tensors(shape, sizes[3])
     labelled = mask.labelled_shapes(tensors, ints, *sizes) if labels else shape
     if isinstance(labelled, str):
         return None, shape

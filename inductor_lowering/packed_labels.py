@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inductor_lowering.mask_program import MaskProgram, Ref
-from inductor_lowering.static_intervals import AND_NAMES, NotStatic, solver_of
+from inductor_lowering.static_intervals import AND_NAMES, NotStatic, solver_of, static_intervals
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 
@@ -93,6 +93,32 @@ def labelled_intervals(
         rows_BHQ.expand(*shape_BH, q_len).contiguous(),
         keys_BHK.expand(*shape_BH, kv_len).contiguous(),
     )
+
+
+def quick_intervals(
+    program: FxProgram,
+    captures: Sequence[Any],
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str,
+) -> tuple[RowIntervals, str] | None:
+    """The mask by a fixed sequence of operations, with at most two numbers read back, and the rule that gave it.
+
+    None where its number of intervals depends on data in another way than by labels that stand in one run each.
+    Raises UnsupportedMask where the program is no mask.
+    """
+    args = (program, captures, batch, heads, q_len, kv_len, device)
+    try:
+        return static_intervals(*args).trim(), "static"
+    except NotStatic:
+        pass
+    try:
+        intervals, holds = labelled_intervals(*args).packed()
+    except NotStatic:
+        return None
+    return (intervals.trim(), "packed labels") if bool(holds) else None
 
 
 def _conjuncts(mask: MaskProgram, at: int) -> list[int]:

@@ -17,6 +17,7 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import CHEAP_INTERVALS, MaskPlan, MaskPlanBuilder
 
 TILE_ELEMENTS = 1 << 22  # pairs evaluated at a time
+_TILE_ELEMENTS_OF_A_GPU = 1 << 27  # which is waited for several times a tile
 _MAX_GAPS = 4  # a band of keys may be at most this many times as wide as the columns that are evaluated in it
 
 # (rows [begin, end), keys [begin, end)) -> int32 words that broadcast to [B, H, Q, W]
@@ -99,7 +100,8 @@ def stream_rows(
     Without ``evaluate`` every pair of the domain attends.  Tiles that ``classify`` knows are not evaluated.
     ``element_cost`` is how many values the program holds for one pair; tiles shrink by it.
     """
-    budget = TILE_ELEMENTS // max(1, builder.batch * builder.heads * element_cost)
+    at_once = TILE_ELEMENTS if domain.starts.device.type == "cpu" else _TILE_ELEMENTS_OF_A_GPU
+    budget = at_once // max(1, builder.batch * builder.heads * element_cost)
     reach = int((domain.ends.amax((0, 1, 2)) - domain.starts.amin((0, 1, 2))).max()) if domain.q_len else 0
     rows_at_once = builder.q_tile
     # A band of rows along a diagonal reaches as many keys farther as it has rows.

@@ -18,6 +18,7 @@ from inductor_lowering.block_lists import BlockRows, KeyRegion, PlanRows, lists_
 from inductor_lowering.canonical import find_canonical
 from inductor_lowering.capture import MaskMod, trace_mask_mod
 from inductor_lowering.mask_program import MaskProgram, UnsupportedMask
+from inductor_lowering.packed_labels import quick_intervals
 from inductor_lowering.separate import separate
 from inductor_lowering.solve import Solver
 from inductor_lowering.stream import RowCollector
@@ -193,6 +194,10 @@ def plan_with_report(
         if not _is_within(plan, q_len, kv_len) or (domain is not None and not lists_agree(plan, domain, always)):
             plan = restrict_plan(plan, domain or BlockRows.full(q_len, kv_len, device), always)
         return plan, PlanReport(rules=["canonical"])
+    if domain is None and torch.device(device).type != "cpu":  # the rules below wait for a GPU many times
+        quick = quick_intervals(program, captures, batch, heads, q_len, kv_len, device)
+        if quick is not None:
+            return MaskPlan(quick[0]), PlanReport(rules=[quick[1]])
     mask = MaskProgram(program, captures, batch, heads, q_len, kv_len, device)
     report = PlanReport()
     plan = _solve(mask, domain or BlockRows.full(q_len, kv_len, device), always, None, report)

@@ -146,7 +146,7 @@ def plan(
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _default_block(length: int) -> int:

@@ -267,7 +267,7 @@ def _device(mask: MaskMod | BlockMask | MaskPlan, device: torch.device | str | N
         return mask.device
     if isinstance(mask, BlockMask):
         return mask.kv_num_blocks.device
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _name(mask: MaskMod | BlockMask | MaskPlan) -> str:

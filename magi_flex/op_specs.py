@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
+from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
@@ -169,7 +170,8 @@ class MaskSpec:
             return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
         captures = join_captures(self.order, tensors, ints)
         program = _program(self.program)
-        return plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
+        plan = plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
+        return plan if device.type == "cpu" else _without_shared_memory(plan, tensors)
 
     def _quick_intervals(
         self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
@@ -300,6 +302,19 @@ class MaskSpec:
         check_mask_shape(lists[0].shape[:2], *sizes[:2])
         listed = [listed_blocks(*lists[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
         return (block_size, listed[0], listed[1] if self.full_lists else None), join_captures(self.order, tensors, ints)
+
+
+def _without_shared_memory(plan: MaskPlan, tensors: Sequence[Tensor]) -> MaskPlan:
+    """``plan`` in memory of its own: what kernels derive from it is kept as long as that is unchanged (plan_cache.py),
+    and a user may write to captures without a trace."""
+    theirs = {x.untyped_storage()._cdata for x in tensors}
+    if plan.starts.untyped_storage()._cdata not in theirs:
+        return plan
+    bits = plan.bit_tiles
+    if bits is not None:
+        own = (x.clone() for x in (bits.row_ptr, bits.cols, bits.slot, bits.bits))
+        bits = BitTiles(bits.q_tile, bits.kv_tile, *own)
+    return MaskPlan(RowIntervals(plan.starts.clone(), plan.ends.clone(), plan.kv_len), bits)
 
 
 @dataclass(frozen=True)

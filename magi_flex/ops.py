@@ -20,6 +20,7 @@ from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
 from magi_flex.kernels.checks import check_inputs
+from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
@@ -54,7 +55,7 @@ for _op in (torch.ops.magi_flex.sharded_attention.default, torch.ops.magi_flex.s
     torch.fx.has_side_effect(_op)
 _library.define(
     "plan_intervals(Tensor[] tensors, int[] ints, str spec, int batch, int heads, int q_len, int kv_len, "
-    "Device device) -> (Tensor, Tensor)"
+    "Device device) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "plan_labels(Tensor[] tensors, int[] ints, str spec, int batch, int heads, int q_len, int kv_len, Device device) "
@@ -93,8 +94,15 @@ def plan_handle(
     kv_len: int,
     device: torch.device,
 ) -> Tensor:
-    """int64 [1] on the CPU: the key of the mask's plan, which lives as long as this tensor's memory."""
-    mask = MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
+    """int64 [1] on the CPU: the key of the mask's plan, which lives as long as this tensor's memory.
+
+    A mask that is the same as in an earlier call is not planned again.
+    """
+
+    def build() -> BuiltMask:
+        return MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
+
+    mask = plan_memo.shared(tensors, (spec, tuple(ints), batch, heads, q_len, kv_len, device), build)
     key = plan_memo.new_key()
     handle = torch.tensor([key], dtype=torch.int64, device="cpu")
     plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), mask)
@@ -127,8 +135,9 @@ def plan_intervals(
     q_len: int,
     kv_len: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """(starts, ends) of a mask whose number of intervals is known, computed on the device without reading from it.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(starts, ends) of a mask whose number of intervals is known, computed on the device without reading from it, and
+    memory for what kernels derive from them.
 
     A step in a CUDA graph has no second chance, so block lists that change what the mask_mod says stop it.
     """
@@ -139,7 +148,7 @@ def plan_intervals(
             "block_mask: its block lists change what its mask_mod says, which a plan inside a CUDA graph cannot serve; "
             "use magi_flex.enable(plans='torch') for this mask",
         )
-    return intervals.starts.contiguous(), intervals.ends.contiguous()
+    return intervals.starts.contiguous(), intervals.ends.contiguous(), _scratch(intervals)
 
 
 @torch.library.register_fake("magi_flex::plan_intervals", lib=_library)
@@ -147,7 +156,17 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
     shape = MaskSpec.from_json(spec).static_shape(tensors, ints, batch, heads, q_len, kv_len)
     if isinstance(shape, str):
         raise RuntimeError(f"plan_intervals: the number of intervals depends on {shape}")
-    return torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+    return tuple(torch.empty(x, dtype=dtype, device=device) for x, dtype in interval_tensors(shape, kv_len))
+
+
+def interval_tensors(shape: tuple[int, ...], kv_len: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what ``plan_intervals`` gives for starts of this shape."""
+    return [(shape, torch.int32), (shape, torch.int32), ((scratch_bytes(shape, kv_len),), torch.uint8)]
+
+
+def _scratch(intervals: RowIntervals) -> Tensor:
+    size = scratch_bytes(tuple(intervals.starts.shape), intervals.kv_len)
+    return torch.empty(size, dtype=torch.uint8, device=intervals.starts.device)
 
 
 @torch.library.impl(_library, "plan_labels", "CompositeExplicitAutograd")
@@ -161,15 +180,21 @@ def plan_labels(
     kv_len: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """(starts, ends) of a mask by labels (MaskSpec.labelled_mask), empty where they are not the mask, and the tensors
-    of a LabelledAttention, which then is."""
+    """As ``plan_intervals``, of a mask by labels (MaskSpec.labelled_mask), empty where the intervals are not the mask,
+    and the tensors of a LabelledAttention, which then is."""
     mask = MaskSpec.from_json(spec).labelled_mask(tensors, ints, batch, heads, q_len, kv_len, device)
     starts = torch.where(mask.holds, mask.intervals.starts, kv_len)
     ends = torch.where(mask.holds, mask.intervals.ends, 0)
     labels = mask.labels
     wanted = (~mask.holds).to(torch.int32).view(1)
     rest = (labels.rest.starts, labels.rest.ends, labels.row_labels, labels.key_labels)
-    found = (starts, ends, *(x.clone(memory_format=torch.contiguous_format) for x in rest), wanted)
+    found = (
+        starts,
+        ends,
+        _scratch(mask.intervals),
+        *(x.clone(memory_format=torch.contiguous_format) for x in rest),
+        wanted,
+    )
     return [*found] if mask.blocks is None else [*found, mask.blocks]
 
 
@@ -183,9 +208,10 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
 
 def label_tensors(mask: LabelledMask) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what ``plan_labels`` gives."""
-    intervals, rest = tuple(mask.intervals.starts.shape), tuple(mask.labels.rest.starts.shape)
+    rest = tuple(mask.labels.rest.starts.shape)
+    intervals = interval_tensors(tuple(mask.intervals.starts.shape), mask.intervals.kv_len)
     labels = [(tuple(x.shape), x.dtype) for x in (mask.labels.row_labels, mask.labels.key_labels)]
-    found = [*((x, torch.int32) for x in (intervals, intervals, rest, rest)), *labels, ((1,), torch.int32)]
+    found = [*intervals, (rest, torch.int32), (rest, torch.int32), *labels, ((1,), torch.int32)]
     return found if mask.blocks is None else [*found, (tuple(mask.blocks.shape), torch.int8)]
 
 
@@ -341,15 +367,15 @@ def _fake_forward(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tenso
 
 def _planned(
     intervals: Sequence[Tensor], block_size: Sequence[int], q: Tensor, k: Tensor
-) -> tuple[MaskPlan, LabelledAttention | None]:
-    """The plan of given intervals (none: every pair attends), and what takes its place where labels return."""
+) -> tuple[MaskPlan, Tensor | None, LabelledAttention | None]:
+    """The plan of given intervals (none: every pair attends), memory to share what is derived from it, and what takes
+    its place where labels return."""
     kv_len = k.shape[2]
     if not intervals:
-        return MaskPlan(RowIntervals.full(q.shape[2], kv_len, q.device)), None
-    plan = MaskPlan(RowIntervals(intervals[0], intervals[1], kv_len))
-    if len(intervals) == 2:
-        return plan, None
-    return plan, LabelledAttention.from_tensors(intervals[2:], block_size, kv_len)
+        return MaskPlan(RowIntervals.full(q.shape[2], kv_len, q.device)), None, None
+    starts, ends, scratch, *labels = intervals
+    labelled = LabelledAttention.from_tensors(labels, block_size, kv_len) if labels else None
+    return MaskPlan(RowIntervals(starts, ends, kv_len)), scratch, labelled
 
 
 @torch.library.impl(_library, "planned_attention", "CompositeExplicitAutograd")
@@ -371,8 +397,8 @@ def planned_attention(
     """As ``attention``, with all of the plan in tensors of the graph, so that it can be captured and replayed."""
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    with nothing_kept():
-        plan, labelled = _planned(intervals, block_size, q, k)
+    plan, scratch, labelled = _planned(intervals, block_size, q, k)
+    with nothing_kept(plan, scratch):
         return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score, labelled)
 
 
@@ -403,8 +429,8 @@ def planned_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
-    with nothing_kept():
-        plan, labelled = _planned(intervals, block_size, q, k)
+    plan, scratch, labelled = _planned(intervals, block_size, q, k)
+    with nothing_kept(plan, scratch):
         return run_backward(
             *(q, k, v, out, lse, d_out, d_lse, plan, program, scale, backend),
             *(q_order, k_order, v_order, labelled),

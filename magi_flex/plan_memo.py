@@ -26,6 +26,7 @@ class _Entry:
     contents: tuple[Tensor, ...] = ()
 
 
+_MOST_BYTES = 1 << 26  # of tensors that copies are kept of
 _entries: dict[int, _Entry] = {}
 _lock = threading.Lock()
 
@@ -57,16 +58,19 @@ def recall(key: int, identity: Hashable, build: Callable[[], BuiltMask]) -> Buil
 def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
     """The plan that was made before from these very tensors with the same contents, or a new one.
 
-    Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy).
+    Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy,
+    the static memory of CUDA graphs).  Large ones (``_MOST_BYTES``) are not copied, and their plan is not kept.
     """
-    if not tensors:
+    if not tensors or sum(x.numel() * x.element_size() for x in tensors) > _MOST_BYTES:
         return build()
+    identity = (identity, *((x.dtype, x.shape, x.device) for x in tensors))
     key = hash((identity, *(storage_key(x) for x in tensors)))
     entry = _find(key, identity)
-    if entry is not None and all(_same_bits(x, copy) for x, copy in zip(tensors, entry.contents, strict=True)):
+    if entry is not None and all(torch.equal(*both) for both in zip(_pieces(tensors), entry.contents, strict=True)):
         return entry.mask
     mask = build()
-    remember(key, tensors[0], identity, mask, tuple(x.detach().clone() for x in tensors))
+    contents = (piece.clone() if piece.device.type == "cpu" else piece for piece in _pieces(tensors))
+    remember(key, tensors[0], identity, mask, tuple(contents))
     return mask
 
 
@@ -76,10 +80,13 @@ def _find(key: int, identity: Hashable) -> _Entry | None:
     return entry if entry is not None and entry.identity == identity and not entry.owner.expired() else None
 
 
-def _same_bits(x: Tensor, copy: Tensor) -> bool:
-    if x.dtype != copy.dtype or x.shape != copy.shape or x.device != copy.device:
-        return False
-    if x.dtype.is_floating_point:
-        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-        x, copy = x.detach().view(whole), copy.view(whole)
-    return torch.equal(x, copy)
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors' bytes: on a CPU one by one, on a GPU all together, so that it is waited for once."""
+    found = [_bytes(x) for x in tensors if x.device.type == "cpu"]
+    for device in dict.fromkeys(x.device for x in tensors if x.device.type != "cpu"):
+        found.append(torch.cat([_bytes(x) for x in tensors if x.device == device]))
+    return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)

@@ -44,14 +44,16 @@ class ShardedMaskMod:
 def find_handle(mask_mod: GraphModule, captures: Sequence[Any]) -> int | None:
     """Which of ``captures`` is the handle of a :class:`ShardedMaskMod` in this graph, alone or combined with others.
 
-    None if there is none.  The graph may be one of Python's or of aten's operators.
+    None if there is none.  The graph may be one of Python's operators (torch 2.11 writes comparisons as methods) or of
+    aten's.
     """
+    operations = ("call_function", "call_method")
     arguments = [node for node in mask_mod.graph.nodes if node.op == "placeholder"]
     for node in mask_mod.graph.nodes:
-        if node.op != "call_function" or not any(type(x) is int and x == HANDLE_MAGIC for x in node.args):
+        if node.op not in operations or not any(type(x) is int and x == HANDLE_MAGIC for x in node.args):
             continue
         source = node.args[0]
-        while isinstance(source, Node) and source.op == "call_function" and source.args:
+        while isinstance(source, Node) and source.op in operations and source.args:
             source = source.args[0]
         if source in arguments[INDICES : INDICES + len(captures)]:
             return arguments.index(source) - INDICES

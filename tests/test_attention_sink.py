@@ -27,8 +27,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, Tensor
     return scores.softmax(3)[..., :-1] @ v, scores.logsumexp(3)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_sink_is_one_more_column(compiled: bool) -> None:
+def test_sink_is_one_more_column() -> None:
     inputs = (*qkv(q_len=LENGTH), torch.tensor([0.3, -2.0, 5.0, 0.0], requires_grad=True))
     mask = create_block_mask(causal_but_three, 1, 1, LENGTH, LENGTH, device="cpu")
     d_out, d_lse = torch.randn(2, HEADS, LENGTH, 16), torch.randn(2, HEADS, LENGTH)
@@ -43,7 +42,7 @@ def test_sink_is_one_more_column(compiled: bool) -> None:
         return [out, lse, *torch.autograd.grad(loss, leaves)]
 
     with magi_flex.enable():
-        actual = run(torch.compile(with_sink, fullgraph=True) if compiled else with_sink, inputs)
+        actual = run(with_sink, inputs)
     exact, same = (
         run(dense, tuple(x.detach().to(dtype).requires_grad_() for x in inputs))
         for dtype in (torch.float64, torch.float32)
@@ -51,6 +50,13 @@ def test_sink_is_one_more_column(compiled: bool) -> None:
     for got, near, right in zip(actual, same, exact, strict=True):
         assert_within_factor(got, near, right, floor=1e-6)
     assert (actual[0][:, :, 3] == 0).all()
+
+
+def test_sink_is_traced_whole() -> None:
+    inputs = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3), torch.randn(2)
+    traced = torch.compile(magi_flex.with_sink, backend="eager", fullgraph=True)
+    for got, wanted in zip(traced(*inputs), magi_flex.with_sink(*inputs), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_no_sink_is_nothing_new() -> None:

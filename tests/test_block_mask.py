@@ -362,3 +362,14 @@ def test_inside_a_compiled_region_torch_makes_the_mask() -> None:
     q = torch.randn(1, 1, 128, 16)
     want = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     torch.testing.assert_close(attend(q), want)
+
+
+def test_default_device_is_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch for CUDA knows an accelerator on a machine without a GPU, too."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert create_block_mask(causal, 1, 1, 8, 8).kv_num_blocks.device.type == "cpu"
+    assert plan(causal, 8, 8).starts.device.type == "cpu"

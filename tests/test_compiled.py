@@ -82,6 +82,20 @@ def test_training(dynamic: Any, calls: Calls, make: Any) -> None:
     assert (calls.plans, calls.forward, calls.backward) == (3, 3, 3)
 
 
+def test_a_mask_that_stays_is_planned_once(dynamic: Any, calls: Calls) -> None:
+    """Until its contents change, be it without a trace."""
+    ids = torch.arange(129) // 50
+    mask = stock.create_block_mask(lambda b, h, q, k: ids[q] >= ids[k], None, None, 129, 129, device="cpu")
+    for _ in range(3):
+        check_training(dynamic, qkv(), (ids[:, None] >= ids)[None, None], mask)
+    assert calls.plans == 1
+    mask.kv_indices.data.copy_(mask.kv_indices.data.flip(-1))
+    mask.kv_num_blocks.data.fill_(2)
+    ids.data.copy_(torch.arange(129) // 30)
+    check_training(dynamic, qkv(), (ids[:, None] >= ids)[None, None], mask)
+    assert calls.plans == 2
+
+
 def test_training_without_mask(static: Any, calls: Calls) -> None:
     check_training(static, qkv(q_len=37), None)
     assert (calls.plans, calls.forward, calls.backward) == (0, 1, 1)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import ffa
+from magi_flex.kernels import ffa, ffa_backward_schedule, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.tiles import TilePlan
 from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
 from tests.cases.score_mods import ScoreMod
 from tests.cases.score_programs import traced_score
@@ -170,42 +172,57 @@ def random_bits(q_len: int, kv_len: int) -> MaskPlan:
     return plan
 
 
-def test_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, (q_len, kv_len, deterministic) in enumerate(((150, 290, False), (139, 300, True))):
-        emulator.install(monkeypatch, seed)
-        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
-        request = AttentionRequest(q, k, v, random_bits(q_len, kv_len), 0.1, deterministic=deterministic)
-        result = FfaBackend().forward(request)
-        exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
-        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
-        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
-        check_backward(request, d_out)
-
-
-def test_general_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
-    q_len, kv_len = 70, 131
+def test_general_score_mod_and_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    q_len, kv_len = 136, 170
     torch.manual_seed(0)
     captures = (torch.randn(HEADS, 5), torch.tensor(0.7))
 
     def bind(table: Tensor, factor: Tensor) -> ScoreMod:
         return lambda s, b, h, q, k: torch.tanh(s) * factor + table[h, (q - k) % 5].to(s.dtype)
 
-    for seed, deterministic in enumerate((False, True)):
-        emulator.install(monkeypatch, seed)
-        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
-        request = AttentionRequest(
-            q, k, v, scattered(q_len, kv_len), 0.2, traced_score(bind, captures), deterministic=deterministic
-        )
-        mod = bind(captures[0].double(), captures[1].double())
-        exact, rounded = (
-            dense_attention_with_gradients(
-                q, k, v, d_out, None, request.plan.to_dense(), mod, (), request.scale, dtype
-            )
-            for dtype in (torch.float64, q.dtype)
-        )  # fmt: skip
-        result = FfaBackend().forward(request)
-        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
-        assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
-        gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
-        for name in ("dq", "dk", "dv"):
-            assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+    emulator.install(monkeypatch)
+    q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+    score = traced_score(bind, captures)
+    request = AttentionRequest(q, k, v, random_bits(q_len, kv_len), 0.2, score, deterministic=True)
+    mask, mod = request.plan.to_dense(), bind(captures[0].double(), captures[1].double())
+    exact, rounded = (
+        dense_attention_with_gradients(q, k, v, d_out, None, mask, mod, (), request.scale, dtype)
+        for dtype in (torch.float64, q.dtype)
+    )
+    result = FfaBackend().forward(request)
+    assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+    assert_within_factor(result.lse, rounded.lse, exact.lse, floor=1e-5)
+    gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
+    for name in ("dq", "dk", "dv"):
+        assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+
+
+def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with unused capacity, as they are built on the device: only what is counted is visited."""
+    q_len, kv_len = 40, 131
+    build = tile_plans.kernel_tile_plan
+
+    def with_room(*args: Any, **options: Any) -> TilePlan:
+        tiles = build(*args, **options)
+        room = 2 * len(tiles.tile_begin)
+
+        def pad(x: Tensor, value: int) -> Tensor:
+            return torch.nn.functional.pad(x, (0, room), value=value)
+
+        # Whoever looks at unused tiles finds all rows in them.
+        length = int(tiles.tile_end.max())
+        ptr = {name: pad(getattr(tiles, name), int(getattr(tiles, name)[-1])) for name in ("full_ptr", "partial_ptr")}
+        return replace(tiles, tile_begin=pad(tiles.tile_begin, 0), tile_end=pad(tiles.tile_end, length), **ptr)
+
+    for module in (ffa, ffa_backward_schedule):
+        monkeypatch.setattr(module, "kernel_tile_plan", with_room)
+    monkeypatch.setattr(ffa, "has_room", lambda plan: True)
+    monkeypatch.setattr(ffa_backward_schedule, "objection", lambda *facts: None)
+    emulator.install(monkeypatch)
+    q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
+    masks = [plan(q_len, kv_len).to_dense() for plan in (causal, scattered)]
+    request = AttentionRequest(q, k, v, MaskPlan(RowIntervals.from_dense(torch.cat(masks))), 0.1)
+    result = FfaBackend().forward(request)
+    exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
+    assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+    check_backward(request, d_out)

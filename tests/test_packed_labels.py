@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inductor_lowering.capture import trace_mask_mod
-from inductor_lowering.packed_labels import LabelledIntervals, labelled_intervals
+from inductor_lowering.packed_labels import LabelledIntervals, labelled_intervals, quick_intervals
 from inductor_lowering.static_intervals import NotStatic
 from magi_flex import mods
 from magi_flex.op_specs import MaskSpec, split_captures
@@ -63,6 +63,10 @@ def test_equals_the_dense_mask(name: str) -> None:
     assert bool(holds) == in_runs
     if in_runs:
         assert torch.equal(intervals.to_dense().expand(B, H, S, S), wanted)
+    quick = quick_intervals(*args)
+    assert (quick is not None) == in_runs
+    if quick is not None:
+        assert quick[1] == "packed labels" and torch.equal(quick[0].to_dense().expand(B, H, S, S), wanted)
     order, tensors, ints = split_captures(captures)
     shapes = MaskSpec(program.to_json(), order).labelled_shapes(tensors, ints, B, H, S, S)
     assert not isinstance(shapes, str) and shapes.intervals.starts.shape == intervals.starts.shape
@@ -96,6 +100,16 @@ def test_other_forms(reason: str) -> None:
     program, captures = trace_mask_mod(OTHER_FORMS[reason])
     with pytest.raises(NotStatic, match=reason):
         labelled_intervals(program, captures, 1, 1, S, S, "cpu")
+
+
+def test_quick_intervals() -> None:
+    """Masks of a known number of intervals need no labels; others are left to the rules that look."""
+    for mask_mod, rule in ((mods.sink_window(2, 5), "static"), (lambda b, h, q, k: DOCUMENTS[k] > 1, None)):
+        program, captures = trace_mask_mod(mask_mod)
+        quick = quick_intervals(program, captures, 1, 1, S, S, "cpu")
+        assert (None if quick is None else quick[1]) == rule
+        if quick is not None:
+            assert torch.equal(quick[0].to_dense(), dense_mask(mask_mod, 1, 1, S, S))
 
 
 def test_blocks_are_states() -> None:

@@ -22,6 +22,7 @@ from magi_flex.distributed.cost_model import PREFETCH, Costs, Shape, choose_stag
 from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.key_ranges import KeyRanges
+from magi_flex.distributed.native_exchange import with_native_hops
 from magi_flex.distributed.planning import gather_needed
 from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
 from magi_flex.distributed.stages import AttentionPlan
@@ -44,6 +45,9 @@ class Options:
         move: "keys"; or "auto": queries where the cost model finds that faster, which it considers where a pass has so
             few queries that sending them all would take fewer bytes than sending all keys.
         prefetch: stages whose keys may be on their way before they are computed.
+        native: True: kernels of ours write rows straight into the memory of the other GPUs, which must be GPUs of one
+            machine that reach each other's memory (else RuntimeError); False: all-to-all; "auto": native where that
+            is possible and has been tested, which is nowhere yet.
         costs: figures of the machine for the cost model.
     """
 
@@ -53,9 +57,12 @@ class Options:
     ranks_per_node: int = 1
     move: Literal["auto", "keys"] = "auto"
     prefetch: int = PREFETCH
+    native: Literal["auto"] | bool = "auto"
     costs: Costs = Costs()
 
     def __post_init__(self) -> None:
+        if self.native not in ("auto", True, False):
+            raise ValueError(f'native: got {self.native!r}, allowed are "auto", True and False')
         if self.move not in ("auto", "keys"):
             raise ValueError(f'move: got {self.move!r}, allowed are "auto" and "keys"')
         for name in ("prefetch", "ranks_per_node"):
@@ -70,7 +77,8 @@ class Options:
         """For a checksum: all of them decide what is exchanged, so every rank must have the same."""
         costs = torch.tensor(list(vars(self.costs).values()), dtype=torch.float64).view(torch.int64).tolist()
         stages = (self.forward_stages or 0, self.backward_stages or 0)
-        return [*stages, self.keep_keys, self.ranks_per_node, self.move == "auto", self.prefetch, *costs]
+        native = 2 if self.native == "auto" else int(self.native)
+        return [*stages, self.keep_keys, self.ranks_per_node, self.move == "auto", self.prefetch, native, *costs]
 
 
 Part = tuple[int, int, int, int]  # of a mask: first batch entry, entries, first head, heads
@@ -85,6 +93,7 @@ class ContextMask:
         area: attended pairs, mean over the mask's batch and heads.
         needed: the keys that each rank's rows attend to.
         device: where attention runs.
+        native: rows travel by native collectives.
     """
 
     mask: RowIntervals
@@ -95,6 +104,7 @@ class ContextMask:
     needed: KeyRanges
     device: torch.device
     options: Options
+    native: bool = False
     timeline: Timeline | None = None
     _parts: dict[Part, tuple[RowIntervals, KeyRanges]] = field(default_factory=dict)
     _plans: dict[object, AttentionPlan] = field(default_factory=dict)
@@ -103,8 +113,8 @@ class ContextMask:
     def plan(self, shape: Shape, backward: bool, batch_offset: int = 0, head_offset: int = 0) -> AttentionPlan:
         """The plan of a pass over ``shape.batch`` batch entries and ``shape.q_heads`` query heads.
 
-        The first call for a part of a batch or head dependent mask, or for a choice between queries and keys, is a
-        collective.
+        The first call for a part of a batch or head dependent mask, for a choice between queries and keys, or for a
+        plan of native collectives, is a collective.
         """
         call = (shape, backward, batch_offset, head_offset)
         if call not in self._plan_of_call:
@@ -131,6 +141,8 @@ class ContextMask:
                 self.options.ranks_per_node,
                 moved,
             )
+            if self.native:
+                exchange = with_native_hops(exchange, self.group, self.device)
             self._plans[key] = AttentionPlan.from_exchange(exchange, self.device)
         return self._plans[key]
 

@@ -27,6 +27,7 @@ from magi_flex.distributed.context_mask import ContextMask, ContextMaskMod, Opti
 from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts
 from magi_flex.distributed.group_collective import group_cast
 from magi_flex.distributed.mask_forms import to_intervals, to_plan
+from magi_flex.distributed.native_buffers import choose_native
 from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
 from magi_flex.distributed.sequence import roll_plan
 from magi_flex.distributed.timeline import Timeline
@@ -47,7 +48,8 @@ class ContextParallel:
         masks: BlockMasks, MaskPlans or RowIntervals of equal lengths, of the whole problem, the same on every rank.
             Layers that use different ones share the dispatch, which balances all of them.
         dim: name of the mesh dimension; needed if the mesh has several.
-        forward_stages, backward_stages, keep_keys, ranks_per_node, move, prefetch, costs: see :class:`Options`.
+        forward_stages, backward_stages, keep_keys, ranks_per_node, move, prefetch, native, costs: see
+            :class:`Options`.
 
     Attributes:
         block_masks: for flex_attention on DTensors that are sharded by :meth:`shard`, one for each mask.
@@ -92,8 +94,10 @@ class ContextParallel:
         if self.kv_len != self.q_len:
             self.kv_dispatch = Dispatch.contiguous(self.kv_len, dtensor_row_counts(self.kv_len, ranks))
         needed = gather_needed(intervals, self.dispatch, self.group)
+        native = choose_native(self.options.native, self.group, self.device)
+        of_all = (self.group, self.dispatch, self.kv_dispatch)
         self.masks = [
-            ContextMask(mask, area, self.group, self.dispatch, self.kv_dispatch, ranges, self.device, self.options)
+            ContextMask(mask, area, *of_all, ranges, self.device, self.options, native)
             for mask, area, ranges in zip(intervals, areas, needed, strict=True)
         ]
         self.rows = self.dispatch.rows(self.group.rank()).to(self.device)

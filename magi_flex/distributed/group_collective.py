@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_flex.distributed import group_ops
-from magi_flex.distributed.agreement import group_device
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.group_work import (
     GroupWork,
@@ -31,6 +30,8 @@ from magi_flex.distributed.group_work import (
     start_group_cast,
     start_group_reduce,
 )
+from magi_flex.distributed.native_buffers import why_not
+from magi_flex.distributed.native_exchange import gather_counts, with_native
 from magi_flex.kernels.merge import merge_lse
 
 
@@ -154,16 +155,25 @@ def _refuse_gradients(tensors: Sequence[Tensor]) -> None:
 
 def verify_group_plan(plan: GroupPlan, group: dist.ProcessGroup | None = None) -> None:
     """Compare all ranks' plans (a collective): raises ValueError on every rank unless the counts of each pair agree."""
+    gather_counts(plan, group_of(group))
+
+
+def native_plan(plan: Plans, device: torch.device, group: dist.ProcessGroup | None = None) -> Plans:
+    """The plan for native collectives: rows are written straight into the memory of the other GPUs of a machine.
+
+    ``group_cast`` and ``group_reduce`` do so wherever they are given such a plan and tensors on the GPU: no packing, no
+    copies on the way, the same results as by all-to-all (sums bit for bit, log-sum-exp within rounding).  Calls are
+    queued on the current stream as a whole, with ``async_op`` too: take a stream of your own to overlap them.  Every
+    rank has to call this, and use what it returns, alike (it is a collective).
+
+    Raises:
+        RuntimeError: on every rank, with the reason, where the ranks cannot reach each other's memory.
+        ValueError: on every rank, if the counts of some pair of ranks do not agree.
+    """
     group = group_of(group)
-    table = torch.stack((plan.send_counts, plan.recv_counts)).to(group_device(group))
-    tables = [torch.empty_like(table) for _ in range(group.size())]
-    dist.all_gather(tables, table, group=group)
-    sent, wanted = torch.stack(tables).cpu().unbind(1)
-    wrong = (sent != wanted.T).nonzero()
-    if len(wrong):
-        source, destination = wrong[0].tolist()
-        raise ValueError(
-            f"plan: rank {source} sends {int(sent[source, destination])} rows to rank {destination}, which expects "
-            f"{int(wanted[destination, source])} ({len(wrong)} pairs differ); build the plan from the same input on "
-            "every rank"
-        )
+    reason = why_not(group, device)
+    if reason is not None:
+        raise RuntimeError(f"native collectives are not available ({reason}); use the plan as it is: all-to-all")
+    if isinstance(plan, GroupPlan):
+        return with_native(plan, group, device)
+    return tuple(with_native(hop, group, device) for hop in plan)

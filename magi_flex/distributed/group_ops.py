@@ -15,10 +15,11 @@ from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from magi_flex.distributed.group_plan import GroupPlan
+from magi_flex.distributed.group_plan import GroupPlan, NativePlan
 from magi_flex.distributed.group_work import start_group_cast, start_group_reduce
 
 LN_2 = math.log(2)
+INDICES = 4  # index tensors and counts of a plan
 
 
 def cast(tensors: list[Tensor], plan: GroupPlan, group_name: str) -> list[Tensor]:
@@ -28,6 +29,7 @@ def cast(tensors: list[Tensor], plan: GroupPlan, group_name: str) -> list[Tensor
         plan.send_counts,
         plan.recv_counts,
         plan.recv_index,
+        [] if plan.native is None else plan.native.tensors(),
         plan.in_rows,
         plan.out_rows,
         group_name,
@@ -41,11 +43,17 @@ def reduce(tensors: list[Tensor], plan: GroupPlan, op: str, group_name: str) -> 
         plan.send_counts,
         plan.recv_counts,
         plan.recv_index,
+        [] if plan.native is None else plan.native.tensors(),
         plan.in_rows,
         plan.out_rows,
         op,
         group_name,
     )
+
+
+def _plan(in_rows: int, out_rows: int, *tensors: Any) -> GroupPlan:
+    *indices, native = tensors
+    return GroupPlan(in_rows, out_rows, *indices, native=NativePlan(*native) if native else None)
 
 
 @torch.library.custom_op("magi_flex::group_cast", mutates_args=())
@@ -55,16 +63,17 @@ def _cast(
     send_counts: Tensor,
     recv_counts: Tensor,
     recv_index: Tensor,
+    native: Sequence[Tensor],
     in_rows: int,
     out_rows: int,
     group_name: str,
 ) -> list[Tensor]:
-    plan = GroupPlan(in_rows, out_rows, send_index, send_counts, recv_counts, recv_index)
+    plan = _plan(in_rows, out_rows, send_index, send_counts, recv_counts, recv_index, native)
     return start_group_cast(tensors, plan, _resolve_process_group(group_name)).wait()
 
 
 @_cast.register_fake
-def _(tensors, send_index, send_counts, recv_counts, recv_index, in_rows, out_rows, group_name):
+def _(tensors, send_index, send_counts, recv_counts, recv_index, native, in_rows, out_rows, group_name):
     return [x.new_empty(out_rows, *x.shape[1:]) for x in tensors]
 
 
@@ -75,17 +84,18 @@ def _reduce(
     send_counts: Tensor,
     recv_counts: Tensor,
     recv_index: Tensor,
+    native: Sequence[Tensor],
     in_rows: int,
     out_rows: int,
     op: str,
     group_name: str,
 ) -> list[Tensor]:
-    plan = GroupPlan(in_rows, out_rows, send_index, send_counts, recv_counts, recv_index)
+    plan = _plan(in_rows, out_rows, send_index, send_counts, recv_counts, recv_index, native)
     return start_group_reduce(tensors, plan, _resolve_process_group(group_name), op).wait()
 
 
 @_reduce.register_fake
-def _(tensors, send_index, send_counts, recv_counts, recv_index, in_rows, out_rows, op, group_name):
+def _(tensors, send_index, send_counts, recv_counts, recv_index, native, in_rows, out_rows, op, group_name):
     def result(x: Tensor) -> Tensor:
         dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         return x.new_empty(in_rows, *x.shape[1:], dtype=dtype)
@@ -95,27 +105,41 @@ def _(tensors, send_index, send_counts, recv_counts, recv_index, in_rows, out_ro
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, *plan = inputs
+    native = plan[INDICES]
     ctx.dtypes = [x.dtype for x in tensors]
-    ctx.scalars = plan[4:]
-    saved = [*plan[:4]]
+    ctx.scalars = plan[INDICES + 1 :]
+    ctx.native = len(native)
+    saved = [*plan[:INDICES], *native]
     if len(ctx.scalars) == 4 and ctx.scalars[2] == "lse":
         saved += [*tensors, *output]
     ctx.save_for_backward(*saved)
 
 
+def _saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
+    """(the plan's tensors as the ops take them, what else was saved)."""
+    saved = list(ctx.saved_tensors)
+    last = INDICES + ctx.native
+    return [*saved[:INDICES], saved[INDICES:last]], saved[last:]
+
+
+def _no_grads(ctx: Any) -> list[Any]:
+    """Of all arguments after the tensors."""
+    return [*[None] * INDICES, [None] * ctx.native, *[None] * len(ctx.scalars)]
+
+
 def _cast_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    plan = ctx.saved_tensors[:4]
+    plan, _ = _saved(ctx)
     in_rows, out_rows, group_name = ctx.scalars
     sums = _reduce([g.contiguous() for g in grads], *plan, in_rows, out_rows, "sum", group_name)
-    return [g.to(dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)], *[None] * 7
+    return [g.to(dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)], *_no_grads(ctx)
 
 
 def _reduce_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    plan = ctx.saved_tensors[:4]
+    plan, rest = _saved(ctx)
     in_rows, out_rows, op, group_name = ctx.scalars
     sent = [g.contiguous() for g in grads]
     if op == "lse":
-        part_out, part_lse, out, lse = ctx.saved_tensors[4:]
+        part_out, part_lse, out, lse = rest
         # d part_out = w d_out;  d part_lse = w (ln 2 d_out . (part_out - out) + d_lse),  w = 2^(part_lse - lse)
         d_out, out, d_lse, lse = _cast([sent[0], out, sent[1], lse], *plan, in_rows, out_rows, group_name)
         weight = torch.exp2(part_lse.to(lse.dtype) - lse).masked_fill(part_lse == -torch.inf, 0)
@@ -124,7 +148,7 @@ def _reduce_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         received = [d_part_out, d_part_lse]
     else:
         received = _cast(sent, *plan, in_rows, out_rows, group_name)
-    return [g.to(dtype) for g, dtype in zip(received, ctx.dtypes, strict=True)], *[None] * 8
+    return [g.to(dtype) for g, dtype in zip(received, ctx.dtypes, strict=True)], *_no_grads(ctx)
 
 
 # Where a rank has no rows Inductor would drop the op, and the other ranks would wait for it.

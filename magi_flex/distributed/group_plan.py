@@ -15,6 +15,29 @@ from magi_flex.distributed.dispatch import expand_ranges
 
 
 @dataclass(frozen=True)
+class NativePlan:
+    """What native collectives know beyond a GroupPlan (native_exchange.py): where a rank's rows go at the others.
+
+    Attributes:
+        cast_routes, reduce_routes: int64 ``[P, 4]`` on the device: a destination, the first of its rows in sending
+            order, their number, and where they begin among the rows that the destination receives.
+        copies: int64 ``[S]`` on the device, received rows of a reduction, by the row that they belong to and in order
+            of source.
+        row_ptr: int64 ``[in_rows + 1]`` on the device, where a row's copies begin.
+        most_rows: int64 ``[2]`` (CPU), the largest number of rows that any rank receives in a cast and in a reduction.
+    """
+
+    cast_routes: Tensor
+    reduce_routes: Tensor
+    copies: Tensor
+    row_ptr: Tensor
+    most_rows: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.cast_routes, self.reduce_routes, self.copies, self.row_ptr, self.most_rows]
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """One rank's part of a cast: rows go to any number of ranks, and what arrives is put in a chosen order.
 
@@ -25,6 +48,7 @@ class GroupPlan:
         send_counts: int64 ``[P]`` (CPU), rows for each destination.
         recv_counts: int64 ``[P]`` (CPU), rows from each source.
         recv_index: int64 ``[T]``, output row of each received row; every output row occurs exactly once.
+        native: for kernels that write into other GPUs' memory; None: rows travel by all-to-all.
     """
 
     in_rows: int
@@ -33,6 +57,7 @@ class GroupPlan:
     send_counts: Tensor
     recv_counts: Tensor
     recv_index: Tensor
+    native: NativePlan | None = None
 
     def __post_init__(self) -> None:
         if len(self.send_index) != int(self.send_counts.sum()):

@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_flex.distributed import native_exchange
 from magi_flex.distributed.group_plan import GroupPlan
+from magi_flex.distributed.native_exchange import NativeExchange
 from magi_flex.distributed.transport import RowExchange
 from magi_flex.kernels.merge import merge_lse_
 
 Reduction = Literal["sum", "lse"]
 Plans = GroupPlan | Sequence[GroupPlan]
 Finish = Callable[[list[Tensor]], list[Tensor]]
-Step = Callable[[list[Tensor]], tuple[RowExchange, Finish]]
+Exchange = RowExchange | NativeExchange
+Step = Callable[[list[Tensor]], tuple[Exchange, Finish]]
 
 
 class GroupWork:
@@ -45,14 +48,19 @@ class GroupWork:
         self._data = data
         self._on_done = on_done
         self._finish_all = finish
-        self._pending: tuple[RowExchange, Finish] | None = None
+        self._pending: tuple[Exchange, Finish] | None = None
         self._start()
 
     def _start(self) -> None:
         if self._steps:
-            self._pending = self._steps.pop(0)(self._data)
-            if not self._steps and self._on_done is not None:
-                self._pending[0].notify(self._on_done)
+            self._pending = exchange, _ = self._steps.pop(0)(self._data)
+            if isinstance(exchange, NativeExchange):  # its memory is soon needed again; all of it is only queued
+                self._finish()
+                exchange.done()
+                if not self._steps and self._on_done is not None:
+                    self._on_done()
+            elif not self._steps and self._on_done is not None:
+                exchange.notify(self._on_done)
 
     def advance(self) -> None:
         """Finish the hop under way and start the next one; does nothing on the last hop."""
@@ -100,7 +108,10 @@ def check_rows(tensors: Sequence[Tensor], rows: int, ranks: int, group: dist.Pro
 # ---- casts ----------------------------------------------------------------------------------------------------------
 
 
-def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> RowExchange:
+def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> Exchange:
+    if plan.native is not None and native_exchange.serves(tensors):
+        most = int(plan.native.most_rows[0])
+        return NativeExchange(tensors, plan.send_index, plan.native.cast_routes, plan.out_rows, most, group)
     return RowExchange(tensors, plan.send_index, plan.send_counts, plan.recv_counts, group)
 
 
@@ -124,7 +135,7 @@ def start_group_cast(
     def step(index: int) -> Step:
         hop = hops[index]
 
-        def start(data: list[Tensor]) -> tuple[RowExchange, Finish]:
+        def start(data: list[Tensor]) -> tuple[Exchange, Finish]:
             rows = data if index == 0 else [torch.cat(pair) for pair in zip(own, data, strict=True)]
             return _start_cast(rows, hop, group), lambda received: _finish_cast(received, hop)
 
@@ -140,12 +151,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _start_reduce(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> RowExchange:
-    return RowExchange([_wide(x) for x in tensors], plan.recv_index, plan.recv_counts, plan.send_counts, group)
+def _start_reduce(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> Exchange:
+    tensors = [_wide(x) for x in tensors]
+    if plan.native is not None and native_exchange.serves(tensors):
+        rows, most = len(plan.send_index), int(plan.native.most_rows[1])
+        return NativeExchange(tensors, plan.recv_index, plan.native.reduce_routes, rows, most, group)
+    return RowExchange(tensors, plan.recv_index, plan.recv_counts, plan.send_counts, group)
 
 
 def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPlan, op: Reduction) -> list[Tensor]:
     """Add what came back to the accumulators, source by source: the order never depends on timing."""
+    if plan.native is not None and native_exchange.can_join([*accumulators, *received]):
+        native_exchange.join_rows(accumulators, received, plan.native, op)
+        return accumulators
     indices = plan.send_index.split(plan.send_counts.tolist())
     parts = [x.split(plan.send_counts.tolist()) for x in received]
     for source, index in enumerate(indices):
@@ -191,7 +209,7 @@ def start_group_reduce(
     results = _accumulators(tensors, hops[0].in_rows, op) if initial is None else list(initial)
     own_rows = hops[0].in_rows
 
-    def first_of_two(data: list[Tensor]) -> tuple[RowExchange, Finish]:
+    def first_of_two(data: list[Tensor]) -> tuple[Exchange, Finish]:
         """Inside the node; what belongs to this rank's own rows is done, the rest goes on."""
         within = hops[1]
 
@@ -206,7 +224,7 @@ def start_group_reduce(
 
         return _start_reduce(data, within, group), finish
 
-    def last(data: list[Tensor]) -> tuple[RowExchange, Finish]:
+    def last(data: list[Tensor]) -> tuple[Exchange, Finish]:
         def finish(received: list[Tensor]) -> list[Tensor]:
             return _join(results, received, hops[0], op)
 

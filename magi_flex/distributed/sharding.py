@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from inductor_lowering import entry_checks
 from inductor_lowering.torch_compat import BACKWARD_HOP, CAPTURED_GRADS, FORWARD_HOP, BlockMaskArgs
 from magi_flex.distributed import context_ops
-from magi_flex.kernels.layout import dense_order, strides_for
+from magi_flex.kernels.layout import dense_order, fill_order, strides_for
 from magi_flex.sharded_mask import find_handle
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2  # dimensions of the operands
@@ -104,8 +104,19 @@ def _replicated(x: Any) -> Any:
     return local.detach().requires_grad_() if x.requires_grad and type(local) is Tensor else local
 
 
-def _wrap(local: Tensor, layout: Layout, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    strides = strides_for(shape, dense_order(local))
+def _wrap(
+    local: Tensor, layout: Layout, placements: Sequence[Placement], shape: Sequence[int], like: Tensor | None = None
+) -> DTensor:
+    """A DTensor of this global shape; ``like``: whose order of dimensions the result has (None: contiguous).
+
+    What is empty has no order of its own, and strides that differ between ranks would make autograd lay out a gradient
+    anew on some of them, by collectives that the others do not join.
+    """
+    if local.numel():
+        order = dense_order(local)
+    else:
+        order = list(reversed(range(local.dim()))) if like is None else fill_order(like)
+    strides = strides_for(shape, order)
     return DTensor.from_local(
         local, layout.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
     )
@@ -256,8 +267,8 @@ def _forward(
     shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape[:3])
     return tuple(  # type: ignore[return-value]
         # without max scores FlexAttention gives an empty tensor
-        _wrap(x, layout, layout.q if x.dim() else [Replicate()] * layout.mesh.ndim, shape if x.dim() else ())
-        for x, shape in zip(results, shapes, strict=True)
+        _wrap(x, layout, layout.q if x.dim() else [Replicate()] * layout.mesh.ndim, shape if x.dim() else (), like)
+        for x, shape, like in zip(results, shapes, (q, None, None), strict=True)
     )
 
 
@@ -292,7 +303,7 @@ def _backward(
     )
     dq, dk, dv, captured = *results[:3], results[CAPTURED_GRADS]
     grads = [
-        _laid_out(_wrap(grad, layout, placements, like.shape), tuple(like.placements))
+        _laid_out(_wrap(grad, layout, placements, like.shape, like), tuple(like.placements))
         for grad, placements, like in ((dq, layout.q, q), (dk, layout.dk, k), (dv, layout.dk, v))
     ]
     captured = tuple(captured)[: len(captured) - len(call.offsets)]

@@ -25,6 +25,7 @@ from magi_flex.distributed.exchange_plan import ExchangePlan
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.group_work import GroupWork, start_group_cast, start_group_reduce
 from magi_flex.distributed.mask_forms import to_plan
+from magi_flex.distributed.native_exchange import MULTIPROCESSORS
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.layout import empty_in_order, fill_order
@@ -178,11 +179,22 @@ class StagedAttention:
                     "dimension 2 (shard the tensor by the plan's dispatch)"
                 )
 
+    @functools.cached_property
+    def _sm_margin(self) -> int:
+        """Multiprocessors that attention leaves to native collectives beside it."""
+        hops = [hop for key_set in self.plan.remote for hop in key_set.hops]
+        return MULTIPROCESSORS if any(hop.native is not None for hop in hops) else 0
+
     def _request(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskPlan, rows: Tensor, keys: Tensor) -> AttentionRequest:
         score = self.score
         if not score.is_identity:
             score = replace(score, index_map=replace(score.index_map, q_index=rows, k_index=keys))
-        return AttentionRequest(q, k, v, mask, self.scale, score, wide_results=True, max_score=self.max_score)
+        return AttentionRequest(
+            *(q, k, v, mask, self.scale, score),
+            wide_results=True,
+            max_score=self.max_score,
+            sm_margin=self._sm_margin,
+        )
 
     def _kernel(self, request: AttentionRequest, needs_backward: bool) -> Backend:
         return route(facts_of(request, needs_backward), self.backend)
@@ -349,8 +361,11 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 @functools.cache
 def _communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all calls: what the allocator keeps for a stream serves no other one."""
-    return torch.cuda.Stream(device)
+    """One for all calls: what the allocator keeps for a stream serves no other one.
+
+    Of high priority, so that its kernels get the next free multiprocessors beside attention that leaves none.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class _Lane:

@@ -210,6 +210,17 @@ def _is_layout_ready(shape: tuple[int, ...], strides: tuple[int, ...], item: int
     return (shape[-1] == 1 or strides[-1] == 1) and all(s % 16 == 0 and 0 < s < 1 << 40 for s in stepped)
 
 
+def capture_id(stream: int) -> int | None:
+    """Which capture of a CUDA graph a stream is part of, a number above 0; 0: of none; None: the driver cannot tell."""
+    ask = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
+    if ask is None:
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    _check(code, "asking for a stream's capture")
+    return number.value if status.value else 0
+
+
 def fill_zero(x: Tensor, stream: int) -> None:
     """Zero a contiguous tensor of 4-byte elements on ``stream`` (a memset node under graph capture)."""
     code = _driver().cuMemsetD32Async(x.data_ptr(), 0, x.numel(), stream)

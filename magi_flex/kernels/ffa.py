@@ -40,7 +40,7 @@ from magi_flex.kernels.request import (
     RequestFacts,
 )
 from magi_flex.kernels.score_split import leading_factors
-from magi_flex.kernels.tile_plans import kernel_tile_plan
+from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 
 
@@ -125,11 +125,8 @@ class FfaBackend(Backend):
         return found
 
     def reservations(self, facts: RequestFacts) -> list[str]:
-        general = ["a general score mod"] if facts.score_steps is None else []
-        if facts.has_bit_tiles:
-            general.append("a mask with bit tiles")
         if not facts.needs_backward:
-            return general
+            return []
         found = []
         if max(facts.head_dim, facts.v_head_dim) > 128:
             found.append(f"head dims {facts.head_dim} and {facts.v_head_dim}")
@@ -137,7 +134,7 @@ class FfaBackend(Backend):
             found.append("score steps")
         if facts.deterministic:
             found.append("a fixed order of sums")
-        return general + [f"its backward with {what}" for what in found]
+        return [f"its backward with {what}" for what in found]
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
@@ -180,6 +177,7 @@ class FfaBackend(Backend):
             accumulate,
             score.generated if score else None,
             request.plan.bit_tiles is not None,
+            has_room(request.plan),
         )
         if score is None and not accumulate and request.plan.bit_tiles is None:
             processors = multiprocessors(q.device.index)
@@ -255,8 +253,12 @@ class FfaBackend(Backend):
         with torch.cuda.device(q.device):
             gradient_q = None
             if not instance.sum_dq:
-                of_q = gradient_q_instance(instance, q.shape[1] // k.shape[1], request.plan.starts.shape[1])
+                of_q = gradient_q_instance(
+                    instance, q.shape[1] // k.shape[1], request.plan.starts.shape[1], has_room(request.plan)
+                )
                 gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
+            schedule = backward_schedule(request, instance, split=not deterministic)
+            instance = replace(instance, counted=schedule.count is not None)
             launch_backward(
                 instance,
                 tma_ready(q),
@@ -267,7 +269,7 @@ class FfaBackend(Backend):
                 tma_ready(d_out.to(q.dtype)),
                 None if d_lse is None else d_lse.float().contiguous(),
                 contiguous_intervals(request.plan),
-                backward_schedule(request, instance, split=not deterministic),
+                schedule,
                 scale,
                 dq,
                 dk,
@@ -305,6 +307,7 @@ def compiled_head_dims(head_dim: int, v_dim: int) -> tuple[int, int] | None:
     return next((pair for pair in HEAD_DIMS if head_dim <= pair[0] and v_dim <= pair[1]), None)
 
 
+@functools.lru_cache(maxsize=1024)
 def forward_instance(
     dtype: torch.dtype,
     head_dim: int,
@@ -318,6 +321,7 @@ def forward_instance(
     accumulate: bool = False,
     generated: GeneratedCode | None = None,
     bit_tiles: bool = False,
+    counted: bool = False,
 ) -> ForwardInstance:
     """The variant for these head dims.  Query heads of a group share row tiles where they share the mask.
 
@@ -341,6 +345,7 @@ def forward_instance(
         score_steps=score_steps,
         generated=generated,
         bit_tiles=bit_tiles,
+        counted=counted,
     )
 
 
@@ -374,11 +379,13 @@ def backward_instance(
     return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
 
 
-def gradient_q_instance(instance: BackwardInstance, group: int, mask_heads: int) -> GradientQInstance:
+def gradient_q_instance(
+    instance: BackwardInstance, group: int, mask_heads: int, counted: bool = False
+) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
     pack = packed_heads(group, mask_heads)
-    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles)
+    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles, counted)
     return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, *rest)
 
 

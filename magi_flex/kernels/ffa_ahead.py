@@ -2,8 +2,8 @@
 
     python -m magi_flex.kernels.ffa_ahead [--jobs 4] [--groups 1,8]
 
-No GPU is needed.  What is not built ahead (score mods, float32 results, fixed order of sums, other group sizes) is
-compiled at first use.
+No GPU is needed.  The kernels are those for plans by the builder that ``auto`` takes (tile_plans.py).  What is not
+built ahead (score mods, bit tiles, float32 results, fixed order of sums, other group sizes) is compiled at first use.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
+from magi_flex.kernels import tile_plans
 from magi_flex.kernels.cuda_build import cache_directory, find_compiler
 from magi_flex.kernels.ffa import HEAD_DIMS, backward_instance, forward_instance, gradient_q_instance
 from magi_flex.kernels.ffa_backward import BackwardInstance
@@ -29,21 +31,25 @@ FEW_ROWS = 1  # for the variant with small row tiles; None: the one with large o
 def forward_instances(groups: Sequence[int]) -> list[ForwardInstance]:
     """Every head dim, bfloat16 and float16, for query heads that come in these groups, with a mask for all heads."""
     options = itertools.product((torch.bfloat16, torch.float16), HEAD_DIMS, groups, (FEW_ROWS, None))
+    counted = tile_plans.DEVICE_BUILDER_HAS_RUN
     return list(
-        dict.fromkeys(forward_instance(dtype, *dims, group, 1, rows=rows) for dtype, dims, group, rows in options)
+        dict.fromkeys(
+            forward_instance(dtype, *dims, group, 1, rows=rows, counted=counted) for dtype, dims, group, rows in options
+        )
     )
 
 
 def backward_instances() -> list[BackwardInstance]:
     """Every head dim, bfloat16 and float16; they serve every group and mask."""
     options = itertools.product((torch.bfloat16, torch.float16), HEAD_DIMS)
-    return list(dict.fromkeys(backward_instance(dtype, *dims) for dtype, dims in options))
+    counted = tile_plans.DEVICE_BUILDER_HAS_RUN
+    return list(dict.fromkeys(replace(backward_instance(dtype, *dims), counted=counted) for dtype, dims in options))
 
 
 def gradient_q_instances(groups: Sequence[int]) -> list[GradientQInstance]:
     """What the backward instances that do not sum dq need beside them, for a mask for all heads."""
     wanted = [(instance, group) for instance in backward_instances() if not instance.sum_dq for group in groups]
-    return list(dict.fromkeys(gradient_q_instance(instance, group, 1) for instance, group in wanted))
+    return list(dict.fromkeys(gradient_q_instance(instance, group, 1, instance.counted) for instance, group in wanted))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

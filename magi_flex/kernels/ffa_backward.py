@@ -54,6 +54,7 @@ class BackwardInstance:
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
         generated: code in the place of steps.
         bit_tiles: the mask may have bit tiles.
+        counted: the schedule has room for more than it holds, and the kernel reads its ``count``.
     """
 
     dtype: torch.dtype
@@ -67,6 +68,7 @@ class BackwardInstance:
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
+    counted: bool = False
 
     def defines(self) -> dict[str, object]:
         return {
@@ -79,12 +81,13 @@ class BackwardInstance:
             "FFA_WIDE": self.wide,
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_BIT_TILES": self.bit_tiles,
+            "FFA_COUNTED": self.counted,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
         } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The backward kernel's parameters behind its tensor maps."""
-        return struct.Struct(_BACKWARD_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES)
+        return struct.Struct(_BACKWARD_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES + "Q")
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
@@ -253,6 +256,7 @@ def launch_backward(
         *scales,
         *(score.values if score else launcher.no_steps),
         *bit_tile_values(bit_tiles),
+        0 if schedule.count is None else schedule.count.data_ptr(),
     )
     grid = min(entries * replicas, max(1, launcher.multiprocessors - sm_margin))
     launcher.backward_kernel.launch(grid, _THREADS, launcher.backward, stream)

@@ -6,7 +6,7 @@ Shape legend: N key tiles over all mask batch entries and mask heads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,11 +37,13 @@ class BackwardSchedule:
         entries: int32 ``[*, 4]``, key tiles in working order, most steps first: the mask (b * H + h) of an item's first
             query head, the tile counted inside that mask, the steps of ``plan.q_tile`` query rows that the tile takes
             over all heads of the item, 0.
+        count: int32 ``[1]``, how many entries there are; None where the array has no room for more.
     """
 
     plan: TilePlan
     heads: int
     entries: Tensor
+    count: Tensor | None = None
 
 
 def plan_backward(
@@ -62,12 +64,14 @@ def plan_backward(
     tiles = kernel_tile_plan(plan, rows, keys, transposed=True, ragged=ragged, run_align=ROW_GROUP)
     copies = (heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
     walked = group
-    if split and objection(plan.device, plan.bit_tiles is not None) is not None:
+    on_device = objection(plan.device, plan.bit_tiles is not None) is None
+    if split and not on_device:
         walked = choose_heads(tile_steps(tiles), copies, group, processors)
     elif split and (mask_batch == 1 or mask_heads > 1):
         # (Else shared sums of a batch entry's tiles are found by their number, which must not be a capacity.)
         walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, group, processors)
-    return make_backward_schedule(tiles, mask_heads, walked)
+    schedule = make_backward_schedule(tiles, mask_heads, walked)
+    return replace(schedule, count=tiles.head_ptr[-1:]) if on_device and ragged else schedule
 
 
 def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> int:

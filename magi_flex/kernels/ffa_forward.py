@@ -51,6 +51,7 @@ class ForwardInstance:
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
         generated: code in the place of steps.
         bit_tiles: the mask may have bit tiles.
+        counted: the schedule has room for more than it holds, and the kernel reads its ``count``.
     """
 
     dtype: torch.dtype
@@ -69,6 +70,7 @@ class ForwardInstance:
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
+    counted: bool = False
 
     @property
     def rows(self) -> int:
@@ -95,12 +97,13 @@ class ForwardInstance:
             "FFA_ACCUMULATE": self.accumulate,
             "FFA_SPLIT_KEYS": self.split_keys,
             "FFA_BIT_TILES": self.bit_tiles,
+            "FFA_COUNTED": self.counted,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
         } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The kernel's parameters behind its tensor maps."""
-        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES)
+        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES + "Q")
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
@@ -216,5 +219,6 @@ def launch_forward(
         kv_batch,
         *(score.values if score else launcher.no_steps),
         *bit_tile_values(bit_tiles),
+        schedule.count.data_ptr(),
     )
     launcher.kernel.launch(grid, launcher.threads, params, stream)

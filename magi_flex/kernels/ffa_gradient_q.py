@@ -40,6 +40,7 @@ class GradientQInstance:
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
         generated: code in the place of steps.
         bit_tiles: the mask may have bit tiles.
+        counted: the schedule has room for more than it holds, and the kernel reads its ``count``.
     """
 
     dtype: torch.dtype
@@ -53,6 +54,7 @@ class GradientQInstance:
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
+    counted: bool = False
 
     narrow_tile = 0  # no short steps, see magi_flex/kernels/ffa_schedule.py
 
@@ -73,12 +75,13 @@ class GradientQInstance:
             "FFA_PACK": self.pack,
             "FFA_WIDE": self.wide,
             "FFA_BIT_TILES": self.bit_tiles,
+            "FFA_COUNTED": self.counted,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
         } | score_defines(self.score_steps, self.generated)
 
     def params(self) -> struct.Struct:
         """The kernel's parameters behind its tensor maps."""
-        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES)
+        return struct.Struct(_PARAMS + score_format(self.score_steps, self.generated) + BIT_TILES + "Q")
 
     def compile(self) -> Cubin:
         """Machine code, from the cache where it is there."""
@@ -187,5 +190,6 @@ def launch_gradient_q(
         section,
         *(score_values or launcher.no_steps),
         *bit_tile_values(bit_tiles),
+        schedule.count.data_ptr(),
     )
     launcher.kernel.launch(grid, _THREADS, params, stream)

@@ -24,6 +24,7 @@ class Schedule:
         tile_heads: int32 ``[N, 2]``: begin and end of the keys of a short step before the runs; empty where there is
             none.
         partial_runs, full_runs: int32 ``[*, 2]``: begin and end in keys; runs without keys may occur.
+        count: int32 ``[1]``: N but for unused capacity, which comes last.
     """
 
     tile_rows: Tensor
@@ -31,6 +32,7 @@ class Schedule:
     tile_heads: Tensor
     partial_runs: Tensor
     full_runs: Tensor
+    count: Tensor
 
     @property
     def row_tiles(self) -> int:
@@ -58,6 +60,7 @@ def make_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
         heads[order].contiguous(),
         plan.partial_runs.contiguous(),
         plan.full_runs.contiguous(),
+        plan.head_ptr[-1:],
     )
 
 

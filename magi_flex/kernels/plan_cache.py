@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from magi_flex.kernels.graph_scratch import shared
 from magi_flex.mask_plan import MaskPlan
 
 T = TypeVar("T")
@@ -23,19 +24,25 @@ T = TypeVar("T")
 
 class _Keeping(threading.local):
     on = True
+    starts: Tensor | None = None  # of the plan that ``scratch`` is for
+    scratch: Tensor | None = None
 
 
 _keeping = _Keeping()
 
 
 @contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
-    """What is derived meanwhile, in this thread, is not kept: its memory belongs to a CUDA graph's pool."""
-    before, _keeping.on = _keeping.on, False
+def nothing_kept(plan: MaskPlan, scratch: Tensor | None) -> Iterator[None]:
+    """What is derived meanwhile, in this thread, is not kept: its memory belongs to a CUDA graph's pool.
+
+    ``scratch``: memory of the graph, in which operators share what they derive from ``plan`` (graph_scratch.py).
+    """
+    before = _keeping.on, _keeping.starts, _keeping.scratch
+    _keeping.on, _keeping.starts, _keeping.scratch = False, plan.starts, scratch
     try:
         yield
     finally:
-        _keeping.on = before
+        _keeping.on, _keeping.starts, _keeping.scratch = before
 
 
 _CAPACITY = 256
@@ -58,6 +65,8 @@ def derived(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
     the captured work is then replayed on other contents, nor inside :func:`nothing_kept`.
     """
     tensors = _tensors(plan)
+    if _keeping.scratch is not None and plan.starts is _keeping.starts:
+        return shared(_keeping.scratch, what, build)
     if not _keeping.on or any(x.is_inference() for x in tensors):
         return build()
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():

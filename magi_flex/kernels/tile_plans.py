@@ -14,7 +14,6 @@ from magi_flex.tiles import TilePlan, build_tile_plan, check_tile_sizes
 
 AUTO = "auto"
 BUILDERS = ("torch", "device")
-DEVICE_BUILDER_HAS_RUN = False  # the day tests/gpu/test_device_plans.py passes on a GPU: True, so that auto takes it
 _choice = AUTO
 
 
@@ -47,9 +46,12 @@ def objection(device: torch.device, has_bit_tiles: bool) -> str | None:
         return missing
     if _choice == "torch":
         return "plans='torch' was chosen"
-    if _choice == AUTO and not DEVICE_BUILDER_HAS_RUN:
-        return "the kernels have not run on a GPU yet, so they must be chosen by name (plans='device')"
     return None
+
+
+def has_room(plan: MaskPlan) -> bool:
+    """Whether ragged tile plans of this mask may have room for more row tiles than they hold."""
+    return objection(plan.device, plan.bit_tiles is not None) is None
 
 
 def kernel_tile_plan(

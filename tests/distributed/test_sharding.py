@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
@@ -24,6 +25,7 @@ from magi_flex.distributed.timeline import Timeline
 from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.sharded_mask import HANDLE_MAGIC, find_handle
 from tests.cases.reference import dense_attention_with_gradients
 from tests.distributed.world import World, mesh
 
@@ -120,6 +122,9 @@ def check_ranks_without_rows(group: dist.ProcessGroup) -> None:
     out = attend(*leaves) / 2
     out.backward(cp.shard(distribute_tensor(x[3], device_mesh, [Replicate()]), 2))
     check(out, leaves, expected, lambda t: cp.unshard(t, 2))
+    strides = [None] * group.size()
+    dist.all_gather_object(strides, [t.stride() for t in (out, *(leaf.grad for leaf in leaves))], group=group)
+    assert strides == strides[:1] * group.size()
 
 
 def test_ranks_without_rows(world: World) -> None:
@@ -425,3 +430,14 @@ def check_other_mesh_dimension(group: dist.ProcessGroup) -> None:
 
 def test_sequence_on_another_mesh_dimension(world: World) -> None:
     world.run(check_other_mesh_dimension, 4)
+
+
+def test_handle_is_known_in_every_form() -> None:
+    """torch 2.11 writes a comparison of DTensors as a method; an operator of aten is a function."""
+    for op, target in (("call_method", "__eq__"), ("call_function", torch.ops.aten.eq.Scalar)):
+        graph = fx.Graph()
+        arguments = [graph.placeholder(name) for name in ("b", "h", "q", "k", "other", "handle")]
+        first = graph.call_function(operator.getitem, (arguments[-1], (0, 0, 0)))
+        compared = graph.create_node(op, target, (first, HANDLE_MAGIC))
+        graph.output(graph.call_function(operator.and_, (compared, arguments[-2])))
+        assert find_handle(fx.GraphModule({}, graph), [None, None]) == 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import magi_flex
 from magi_flex import mods, ops
-from magi_flex.kernels import cuda_driver, label_attention
+from magi_flex.kernels import cuda_driver, device_plans, label_attention
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest
 from magi_flex.kernels.route import facts_of, route
@@ -172,7 +172,10 @@ def test_labels_that_return_inside_a_graph(monkeypatch: pytest.MonkeyPatch, dtyp
     """One CUDA graph serves packed documents and labels in any order, and the host makes no plan."""
     size = 600
     built: list[int] = []
+    tile_plans: list[int] = []
+    build = device_plans.build_device_plan
     monkeypatch.setattr(ops, "_built_mask", lambda *args: built.append(1))
+    monkeypatch.setattr(device_plans, "build_device_plan", lambda *args: tile_plans.append(1) or build(*args))
     leaves = inputs(1, 4, 2, size, size, 64, 64, dtype)
 
     def two_layers(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -192,6 +195,7 @@ def test_labels_that_return_inside_a_graph(monkeypatch: pytest.MonkeyPatch, dtyp
 
             check(step, leaves, dense[None, None], mask)
     assert not built
+    assert len(tile_plans) <= 4  # one a direction, when the graphs are warmed up and when they are captured
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 

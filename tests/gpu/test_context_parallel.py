@@ -48,6 +48,8 @@ def _serve(rank: int, store: str, device_type: str, check: Check) -> None:
     if device_type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not needed
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # only tests let processes share a GPU
         if torch.cuda.device_count() >= RANKS:
             backend, options["device_id"] = "nccl", device
     else:
@@ -157,10 +159,20 @@ def check_training(mesh: DeviceMesh) -> None:
     assert not held or max(held[STEPS // 2 :]) <= 1.2 * max(held[: STEPS // 2])
 
 
+def check_native(mesh: DeviceMesh) -> None:
+    """Keys and gradients written straight into the other process's memory."""
+    length = 257
+    for name in ("causal", "document_causal", "full"):
+        case = make_mask(name, length)
+        cp = ContextParallel(mesh, MaskPlan.from_dense(case.dense()), forward_stages=2, backward_stages=2, native=True)
+        assert cp.masks[0].native
+        check_results(cp, operands(mesh, 1, 9, 3, length), case.dense(), name)
+
+
 CHECKS = (check_collectives, check_every_mask, check_timeline, check_training)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", (*CHECKS, check_native), ids=lambda check: check.__name__)
 def test_two_ranks(check: Check) -> None:
     run(check)
 

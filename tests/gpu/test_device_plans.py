@@ -139,9 +139,9 @@ def test_intervals_are_not_waited_for(no_waiting: None) -> None:
         torch.cuda.set_sync_debug_mode("error")
         got = torch.ops.magi_flex.plan_intervals(*args)
         torch.cuda.set_sync_debug_mode("default")
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got[:2], wanted[:2], strict=True))
         dense = magi_flex.plan(mask_mod, 4096, 4096, 1, 2, "cuda").to_dense()
-        assert torch.equal(RowIntervals(*got, 4096).to_dense().expand(1, 2, -1, -1), dense.expand(1, 2, -1, -1))
+        assert torch.equal(RowIntervals(*got[:2], 4096).to_dense().expand(1, 2, -1, -1), dense.expand(1, 2, -1, -1))
 
 
 def test_replayed_plans(device_builder: None) -> None:

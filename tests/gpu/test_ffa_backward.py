@@ -14,6 +14,7 @@ from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_backward import BackwardInstance, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionGradients, AttentionRequest, Multiply, ScoreProgram
+from magi_flex.kernels.tile_plans import choose_builder, has_room
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
 from tests.cases.masks import MASKS, make_mask
@@ -331,3 +332,19 @@ def test_forward_and_backward_agree() -> None:
     for name in ("dq", "dk", "dv"):
         wanted = getattr(exact, name)
         assert (getattr(result, name).double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plans_built_on_the_device(deterministic: bool) -> None:
+    """Their arrays have room for more key tiles than there are; the kernel counts."""
+    length = 1025
+    for name in ("causal", "document_causal"):
+        dense = make_mask(name, length).dense()
+        plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
+        q, k, v, d_out = inputs((2, 16, 2, length, length, 128, 128))
+        before = choose_builder("device")
+        try:
+            assert has_room(plan)
+            check(AttentionRequest(q, k, v, plan, 0.1, deterministic=deterministic), dense.cuda(), d_out)
+        finally:
+            choose_builder(before)

@@ -31,7 +31,7 @@ def random_mask(batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
     mask = torch.rand(batch, heads, q_len, kv_len) < 0.5
     mask[..., :128, 128:256] = True
     mask[..., 128:256, : kv_len // 2] = False
-    mask[..., 256:300, :] = torch.arange(kv_len) <= torch.arange(44)[:, None]
+    mask[..., 256:300, :] &= torch.arange(kv_len) <= torch.arange(256, min(max(q_len, 256), 300))[:, None]
     mask[..., 300:384, :] = False
     mask[..., 9, :] = False
     return mask

@@ -19,6 +19,7 @@ from magi_flex.kernels.request import (
     Multiply,
     ScoreProgram,
 )
+from magi_flex.kernels.tile_plans import choose_builder, has_room
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask
 from tests.cases.reference import assert_within_factor, dense_attention
@@ -277,6 +278,21 @@ def test_cuda_graph_replays() -> None:
         graph.replay()
         exact = dense_attention(q, k, v, dense.cuda(), scale=0.1)
         torch.testing.assert_close(out.double(), exact.out, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["causal", "document_causal", "query_and_key_padding"])
+def test_plans_built_on_the_device(name: str) -> None:
+    """Their arrays have room for more row tiles than there are; the kernel counts."""
+    length = 1025
+    case = make_mask(name, length)
+    plan = on_gpu(MaskPlan(RowIntervals.from_dense(case.dense())))
+    q, k, v = inputs((max(2, case.batch), 16, 2, length, length, 128, 128))
+    before = choose_builder("device")
+    try:
+        assert has_room(plan)
+        check(AttentionRequest(q, k, v, plan, 0.1), case.dense().cuda())
+    finally:
+        choose_builder(before)
 
 
 def test_far_memory() -> None:

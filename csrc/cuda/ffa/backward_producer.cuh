@@ -21,11 +21,12 @@ template <class C> struct Planner {
     // Writes the item that work number `work` stands for.
     FFA_DEVICE bool find_item(int work, Item& item) const {
         const MaskParams& mask = params.mask;
-        if (work >= mask.entry_count * mask.replicas) return false;
-        const int section = work / (mask.entry_count * mask.section);
+        const int entries = kCounted ? __ldg(params.entry_count) : mask.entry_count;
+        if (work >= entries * mask.replicas) return false;
+        const int section = work / (entries * mask.section);
         const int first = section * mask.section;
         const int width = min(mask.section, mask.replicas - first);
-        work -= first * mask.entry_count;
+        work -= first * entries;
         const int4 entry = __ldg(mask.entries + work / width);
         const int replica = first + work % width;
         const int mask_batch = entry.x / mask.mask_heads;

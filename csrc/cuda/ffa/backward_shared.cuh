@@ -8,6 +8,8 @@
 
 namespace ffa {
 
+constexpr bool kCounted = FFA_COUNTED;  // the entries have room for more than there are
+
 constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
 constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
 constexpr int kPanelBytes = 128;   // of one row
@@ -54,6 +56,7 @@ struct BackwardParams {
     float score_scale;  // from k q^T to what the first score step sees
     Score::Params score_params;
     BitTileParams bit_tiles;
+    const int* entry_count;  // where they are counted
 };
 
 // kKeys is 128 (Consumer: each warpgroup has 64 keys) or 64 (WideConsumer: one has dV, one dK).

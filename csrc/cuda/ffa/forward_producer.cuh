@@ -57,9 +57,10 @@ struct Producer {
     }
 
     FFA_DEVICE void run() {
-        const int items = params.row_tiles * params.replicas;
+        const int items = count_row_tiles(params) * params.replicas;
         int index = blockIdx.x;
-        Item item = load_item(params, index);
+        // Where row tiles are counted there may be more CTAs than items.
+        Item item = load_item(params, kCounted ? max(min(index, items - 1), 0) : index);
         while (index < items) {
             // The next item is fetched while this one is loaded: the latencies overlap.
             const int next_index =

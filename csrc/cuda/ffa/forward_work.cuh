@@ -64,6 +64,7 @@ struct ForwardParams {
     int kv_batch;  // of k and v, where keys are split
     Score::Params score_params;
     BitTileParams bit_tiles;
+    const int* row_tile_count;  // where they are counted, see row_tiles.cuh
 };
 
 static_assert(sizeof(ForwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");

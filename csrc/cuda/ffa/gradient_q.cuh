@@ -50,6 +50,7 @@ struct GradientQParams {
     int row_tiles, replicas, replica_heads, section;  // see Item
     Score::Params score_params;
     BitTileParams bit_tiles;
+    const int* row_tile_count;  // where they are counted, see row_tiles.cuh
 };
 
 static_assert(sizeof(GradientQParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");

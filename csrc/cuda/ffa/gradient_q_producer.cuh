@@ -54,7 +54,7 @@ struct Producer {
     }
 
     FFA_DEVICE void run() {
-        const int items = params.row_tiles * params.replicas;
+        const int items = count_row_tiles(params) * params.replicas;
         int index = blockIdx.x;
         while (index < items) {
             const Item item = load_item(params, index);

@@ -1,7 +1,8 @@
 // Row tiles as work items of the kernels that hold query rows (forward, gradient of q), from a schedule
 // (magi_flex/kernels/ffa_schedule.py).  Rows of a tile are (position, head) pairs.
 //
-// Options: FFA_PACK (query heads in a row tile), FFA_NARROW_TILE.
+// Options: FFA_PACK (query heads in a row tile), FFA_NARROW_TILE, FFA_COUNTED (the arrays have room for more row tiles than
+// there are, as plans that are built on the device have).
 #pragma once
 
 #include "ptx.cuh"
@@ -10,6 +11,7 @@ using namespace ptx;
 
 constexpr int kPack = FFA_PACK;
 constexpr int kNarrowTile = FFA_NARROW_TILE;  // keys of the short step that an item may begin with; 0: there is none
+constexpr bool kCounted = FFA_COUNTED;
 static_assert(64 % kPack == 0, "a warpgroup holds whole positions");
 
 // What a consumer must know about a key tile.
@@ -29,8 +31,12 @@ struct Item {
     FFA_DEVICE bool has_keys() const { return key_tiles > 0 || has_short_step(); }
 };
 
+template <class Params> FFA_DEVICE int count_row_tiles(const Params& params) {
+    return kCounted ? __ldg(params.row_tile_count) : params.row_tiles;
+}
+
 template <class Params> FFA_DEVICE Item load_item(const Params& params, int index) {
-    const int section_items = params.row_tiles * params.section;
+    const int section_items = count_row_tiles(params) * params.section;
     const int section = index / section_items;
     const int in_section = index - section * section_items;
     const int width = min(params.section, params.replicas - section * params.section);

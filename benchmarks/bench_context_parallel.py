@@ -1,0 +1,250 @@
+"""Attention over a sequence that GPUs share: ours beside PyTorch's context parallel, an all-gather and a ring.
+
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel [--tokens 8192,32768] [--masks full,causal,...]
+
+NCCL with a GPU a rank, or gloo on CPUs (``--device cpu``, with small ``--tokens``).  Rates are per GPU and count the
+mask's exact area; a pass takes as long as its slowest rank.  "one GPU" is the same kernel on one GPU's own tokens (a
+mask of that length, no communication); "exposed" is the share of our pass that is not computing, measured against the
+same kernel calls with all keys in place; bytes are those that a rank receives, the lower bound counts each remote key
+that its rows attend to once.  Writes results/context_parallel.json and, of the last mask, a timeline of both passes as
+a Chrome trace and (with matplotlib) a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.bench_ffa import bounds
+from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ring, staged, stock
+from benchmarks.harness import RESULTS, Row, Timing, attention_tflops, leave, table, time_once, write_results
+from magi_flex.distributed import ContextParallel, Timeline
+from magi_flex.distributed.cost_model import Shape
+from magi_flex.distributed.timeline import Span, chrome_trace
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.request import AttentionRequest
+from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_plan import MaskPlan
+
+MASKS = ("full", "causal", "varlen_causal", "varlen_block_causal")
+OURS, ALONE = "ours", "one GPU"
+
+
+def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
+    starts, ends = (x.to(device).view(1, 1, 1, length) for x in bounds(mask, length))
+    return RowIntervals(starts, ends, length)
+
+
+def operands(problem_mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype) -> Problem:
+    """Random rows on every rank; which ones they are does not matter to anybody's time."""
+    options = {} if args.native == "auto" else {"native": args.native == "on"}
+    cp = ContextParallel(mesh, problem_mask, **options)
+    heads, kv_heads = args.heads
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tensors = [
+        torch.randn(1, n, len(cp.rows), args.dim, generator=generator).to(cp.device, dtype)
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
+    return Problem(mesh, problem_mask, cp, *tensors)
+
+
+def alone(problem: Problem, mask: str) -> Side:
+    """This GPU's own tokens under a mask of their number."""
+    length = problem.q.shape[2]
+    plan = MaskPlan(intervals(mask, length, problem.q.device))
+    request = AttentionRequest(*problem.tensors, plan, problem.scale, max_score=False)
+    kernel = route(facts_of(request, True))
+    result = kernel.forward(request)
+
+    def backward() -> tuple[Tensor, Tensor, Tensor]:
+        grads = kernel.backward(request, result.out, result.lse, problem.d_out, None)
+        return grads.dq, grads.dk, grads.dv
+
+    return Side(lambda: kernel.forward(request).out, backward)
+
+
+def slowest(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, Timing]:
+    """As harness.interleave, each time that of the slowest rank."""
+    for work in works.values():
+        for _ in range(2):
+            work()
+    samples = {name: torch.zeros(repeats, dtype=torch.float64) for name in works}
+    for i in range(repeats):
+        for name, work in works.items():
+            dist.barrier()
+            samples[name][i] = time_once(work, device)
+    for taken in samples.values():
+        on_device = taken.to(device)
+        dist.all_reduce(on_device, dist.ReduceOp.MAX)
+        taken.copy_(on_device)
+    return {name: Timing(tuple(taken.tolist())) for name, taken in samples.items()}
+
+
+def attended_keys(mask: RowIntervals, rows: Tensor) -> Tensor:
+    """bool ``[K]``: keys that any of the rows attends to."""
+    of_rows = mask.take_rows(rows.to(mask.starts.device))
+    change = torch.zeros(mask.kv_len + 1, dtype=torch.int64)
+    used = (of_rows.starts < of_rows.ends).cpu()
+    for bound, sign in ((of_rows.starts, 1), (of_rows.ends, -1)):
+        at = bound.cpu()[used].long()
+        change.index_add_(0, at, torch.full_like(at, sign))
+    return change.cumsum(0)[:-1] > 0
+
+
+def traffic(problem: Problem, backward: bool) -> dict[str, float]:
+    """Bytes that the rank with the most receives (keys, and gradients of its own keys), and the lower bound."""
+    group, cp = problem.group, problem.cp
+    q, k, v = problem.tensors
+    shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
+    plan, rank = cp.masks[0].plan(shape, backward), group.rank()
+    hops = [hop for key_set in plan.remote for hop in key_set.hops]
+    keys = sum(int(hop.recv_counts.sum() - hop.recv_counts[rank]) for hop in hops)
+    copies = sum(int(hop.send_counts.sum() - hop.send_counts[rank]) for hop in hops)
+    owner = torch.empty(problem.mask.kv_len, dtype=torch.int64)
+    for other in range(group.size()):
+        owner[cp.dispatch.rows(other)] = other
+    least_keys, least_copies = 0, 0
+    for other in range(group.size()):
+        wanted = owner[attended_keys(problem.mask, cp.dispatch.rows(other))]
+        least_keys += int((wanted != rank).sum()) if other == rank else 0
+        least_copies += int((wanted == rank).sum()) if other != rank else 0
+    sizes = torch.tensor([[keys, copies], [least_keys, least_copies]], dtype=torch.float64)
+    gradient = shape.key_gradient_bytes() if backward else 0
+    moved = (sizes @ torch.tensor([shape.key_bytes(), gradient], dtype=torch.float64)).to(q.device)
+    dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
+    received, least = moved.tolist()
+    return {"MiB received": received / 2**20, "MiB lower bound": least / 2**20}
+
+
+def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+    length = tokens * mesh.size()
+    problem = operands(intervals(mask, length, args.device), mesh, args, dtype)
+    sides = {OURS: staged(problem), "computing only": computing_only(problem), ALONE: alone(problem, mask)}
+    sides |= {"all-gather": all_gather(problem), "ring": ring(problem)}
+    if args.stock:
+        sides["stock context parallel"] = stock(problem, mask)
+    areas = {name: problem.mask.area() / mesh.size() for name in sides}
+    areas[ALONE] = intervals(mask, problem.q.shape[2], args.device).area()
+    heads = f"{args.heads[0]}:{args.heads[1]}"
+    rows = []
+    for direction, is_backward in (("fwd", False), ("bwd", True)):
+        works = {name: side.backward if is_backward else side.forward for name, side in sides.items()}
+        works = {name: work for name, work in works.items() if work is not None}
+        timings = slowest(works, args.device, args.repeats)
+        ms = {name: timing.median_ms for name, timing in timings.items()}
+        rate = {
+            name: attention_tflops(areas[name], args.heads[0], args.dim, args.dim, direction, ms[name]) for name in ms
+        }
+        more: dict[str, Any] = {"ranks": mesh.size(), "transport": dist.get_backend(problem.group)}
+        more |= {"native": problem.cp.masks[0].native, "imbalance": problem.cp.imbalance}
+        more |= {"share of one GPU": rate[OURS] / rate[ALONE]}
+        more |= {"exposed share": max(0.0, 1 - ms["computing only"] / ms[OURS])}
+        more |= traffic(problem, is_backward)
+        backend = route(facts_of(AttentionRequest(*problem.tensors, MaskPlan(problem.mask), 1.0), True)).name
+        beside = {name: value for name, value in rate.items() if name not in (OURS, "computing only")}
+        rows.append(
+            Row(
+                *("context parallel", backend, mask, length, heads, args.dim, str(dtype).removeprefix("torch.")),
+                *(direction, ms[OURS], rate[OURS], beside, more),
+            )
+        )
+    if args.timeline is not None:
+        draw_timeline(problem, args.timeline)
+    return rows
+
+
+# ---- the timeline ---------------------------------------------------------------------------------------------------
+
+
+def draw_timeline(problem: Problem, folder: Path) -> None:
+    """Both passes of every rank: timeline.json for chrome://tracing, timeline.png if matplotlib is there."""
+    problem.cp.timeline = Timeline(problem.q.device)
+    side = staged(problem)
+    problem.cp.timeline = Timeline(problem.q.device)
+    side = staged(problem)  # the forward pass, recorded by the second timeline
+    assert side.backward is not None
+    side.backward()
+    spans: list[list[Span] | None] = [None] * problem.group.size()
+    dist.all_gather_object(spans, problem.cp.timeline.spans(), group=problem.group)
+    problem.cp.timeline = None
+    if dist.get_rank() != 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "timeline.json").write_text(json.dumps(chrome_trace(dict(enumerate(spans)))))  # type: ignore[arg-type]
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        print("no picture of the timeline: matplotlib is not installed")
+        return
+    lanes = sorted({span.lane for one in spans for span in one or ()})
+    figure, axes = plt.subplots(figsize=(12, 1 + 0.5 * len(lanes) * len(spans)))
+    labels = []
+    for rank, one in enumerate(spans):
+        for i, lane in enumerate(lanes):
+            height = len(labels)
+            labels.append(f"rank {rank}: {lane}")
+            for span in one or ():
+                if span.lane == lane:
+                    bar = (span.begin / 1e3, (span.end - span.begin) / 1e3)
+                    axes.broken_barh([bar], (height - 0.4, 0.8), color=f"C{i}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("ms")
+    figure.savefig(folder / "timeline.png", bbox_inches="tight", dpi=120)
+    plt.close(figure)
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="8192,32768", help="tokens of each rank")
+    parser.add_argument("--masks", default=",".join(MASKS))
+    parser.add_argument("--heads", default="64:8", help="query heads:key heads")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="native group collectives")
+    parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave out PyTorch's context parallel")
+    parser.add_argument("--timeline", type=Path, help="folder for the timeline of the last mask")
+    parser.add_argument("--directory", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    args.heads = [int(x) for x in args.heads.split(":")]
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    if "LOCAL_RANK" not in os.environ:
+        leave("start it with torchrun --nproc-per-node N -m benchmarks.bench_context_parallel")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        args.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(args.device)
+        dist.init_process_group("nccl", device_id=args.device)  # without it the first barrier may hang
+    else:
+        args.device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh(args.device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    rows = []
+    for tokens in args.tokens.split(","):
+        for mask in args.masks.split(","):
+            rows += measure(mask, int(tokens), mesh, args, dtype)
+            if dist.get_rank() == 0:
+                print(table(rows[-2:]), *(row.more for row in rows[-2:]), sep="\n", flush=True)
+                write_results("context_parallel", rows, args.directory)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
