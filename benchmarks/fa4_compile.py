@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -42,8 +42,8 @@ from magi_flex.kernels.request import Bias, Distance, Multiply, ScoreProgram, Sc
 LENGTH, HEADS, KV_HEADS = 2048, 8, 2
 MULTIPROCESSORS, CLUSTERS, SHARED_MEMORY, L2_CACHE = 132, 74, 232448, 60_000_000
 OPERATIONS = ("R2P", "LDL", "STL", "ISETP", "FSEL", "HGMMA", "UTCHMMA")
-# Codes of records in a cubin's .nv.info sections, which hold a symbol's number and a value of 32 bits each.
-_REGISTERS, _FRAME = 0x2F, 0x11
+# Codes of records in a cubin's .nv.info sections, and the form of those that say their size.
+_REGISTERS, _FRAME, _SIZED = 0x2F, 0x11, 0x04
 SCORES: dict[str, tuple[ScoreStep, ...]] = {
     "": (),
     "softcap": (Softcap(20.0),),
@@ -225,7 +225,7 @@ def compile_case(case: Case) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, out = _tensor(1, LENGTH, HEADS, case.head_dim), _tensor(1, LENGTH, HEADS, case.v_dim)
         k, v = _tensor(1, LENGTH, KV_HEADS, case.head_dim), _tensor(1, LENGTH, KV_HEADS, case.v_dim)
-        if backward and case.arch == 90 and score is not None and score.reads_place:
+        if backward and fa4.must_spread(case.arch, (case.head_dim, case.v_dim), score):
             k, v = _tensor(1, LENGTH, HEADS, case.head_dim), out
         mask = _mask(case)
         arguments = {
@@ -281,8 +281,29 @@ def read_code(cubin: Path) -> Code:
 
 def _largest(cubin: bytes, code: int) -> int:
     """The largest value of such records over the kernels of a file."""
-    record = b"\x04" + re.escape(bytes([code])) + b"\x08\x00(.{4})(.{4})"
-    return max((int.from_bytes(value, "little") for _, value in re.findall(record, cubin, re.S)), default=0)
+    return max((value for found, value in _records(cubin) if found == code), default=0)
+
+
+def _records(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """Codes and values of records that hold a symbol's number and a value, in the .nv.info sections of an ELF file."""
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(cubin[at : at + size], "little")
+
+    table, entry, count, names = number(0x28, 8), number(0x3A, 2), number(0x3C, 2), number(0x3E, 2)
+    first_name = number(table + names * entry + 0x18, 8)
+    for header in range(table, table + count * entry, entry):
+        if not cubin.startswith(b".nv.info", first_name + number(header, 4)):
+            continue
+        at = number(header + 0x18, 8)
+        end = at + number(header + 0x20, 8)
+        while at < end:
+            form, code, size = cubin[at], cubin[at + 1], number(at + 2, 2)
+            at += 4
+            if form == _SIZED:
+                if size == 8:
+                    yield code, number(at + 4, 4)
+                at += size
 
 
 def compile_here(arch: int, names: Iterable[str]) -> None:

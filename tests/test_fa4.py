@@ -169,6 +169,8 @@ class Package:
         options: dict[str, Any],
     ) -> None:
         assert lse.is_contiguous() or "cu_seqlens_q" in options
+        assert options["softmax_scale"] > 0 or "score_mod" in options, "masked scores are -inf before it multiplies"
+        assert self.arch != 90 or q.shape[2] == k.shape[2] or k.shape[3] == v.shape[3], "its rule for groups"
         scale, group = options["softmax_scale"], q.shape[2] // k.shape[2]
         before, after, mask = self.scores(q, k, scale, options, backward=True)
         shift = lse.masked_fill(lse == -math.inf, 0)[..., None]
@@ -316,6 +318,7 @@ def check(
     layout: str = "heads",
     expanded: bool = False,
     plan: MaskPlan | None = None,
+    v_dim: int = 16,
 ) -> list[str]:
     """Run forward and backward against dense float64 attention; returns the ways taken."""
     case = make_mask(name, q_len, kv_len)
@@ -332,12 +335,12 @@ def check(
     q, k, v, d_out = (
         tensor(heads, q_len, 16),
         tensor(heads // group, kv_len, 16),
-        tensor(heads // group, kv_len, 8),
+        tensor(heads // group, kv_len, v_dim),
         None,
     )
     if expanded:
         k, v = (x[:1].expand(batch, -1, -1, -1) for x in (k, v))
-    d_out, d_lse = tensor(heads, q_len, 8), torch.randn(batch, heads, q_len)
+    d_out, d_lse = tensor(heads, q_len, v_dim), torch.randn(batch, heads, q_len)
     request = AttentionRequest(q, k, v, plan or plan_of(dense), scale, ScoreProgram(steps=steps), max_score=False)
     backend = Fa4Backend()
     result = backend.forward(request)
@@ -423,6 +426,8 @@ def test_scores_scales_and_layouts(standin: Package) -> None:
     check(standin, "sink_and_window", 50, 70, scale=-0.4)
     check(standin, "sink_and_window", 50, 50, scale=0.0)
     check(standin, "full", 50, 50, layout="rows", group=1)
+    check(standin, "sink_and_window", 50, 70, v_dim=8)
+    check(standin, "causal", 50, 50, layout="rows", v_dim=8)
     check(standin, "prefix_lm", 50, 50, expanded=True)
 
 
@@ -529,6 +534,8 @@ def test_head_dims() -> None:
     served = [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
     for arch, pair in itertools.product((90, 100, 103, 110), served):
         assert head_dim_objection(arch, *pair, needs_backward=False) is None
+    for dim in (72, 80):
+        assert "wrong gradients" in str(head_dim_objection(90, dim, dim, True))
     assert head_dim_objection(90, 256, 256, True) is None
     assert "its backward for head dim 256" in str(head_dim_objection(100, 256, 256, True))
     for arch, pair in ((90, (264, 264)), (90, (64, 128)), (100, (192, 192)), (100, (256, 128)), (100, (100, 100))):
@@ -561,7 +568,15 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked() == "needs flash-attn-4 (pip install 'magi-flex[fa4]')"
 
 
-def test_its_place() -> None:
+def test_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     names = route.backend_names()
     assert names.index("ffa") + 1 == names.index("fa4") < names.index("triton")
-    assert "has not run on a GPU yet" in str(route.reservation("fa4"))
+    assert route.reservation("fa4") is None
+    monkeypatch.setattr(fa4, "architecture", lambda device: 90)
+    assert Fa4Backend().reservations(FACTS) == []
+    (general,) = Fa4Backend().reservations(replace(FACTS, score_steps=None))
+    assert "general score mod" in general
+    (dims,) = Fa4Backend().reservations(replace(FACTS, head_dim=32, v_head_dim=32))
+    assert "32 and 32" in dims
+    monkeypatch.setattr(fa4, "architecture", lambda device: 103)
+    assert Fa4Backend().reservations(FACTS) == ["its code for compute capability 10.3"]

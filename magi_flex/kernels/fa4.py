@@ -38,6 +38,7 @@ from magi_flex.kernels.score_split import leading_factors
 LOG2_E = math.log2(math.e)
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 ARCHITECTURES = (9, 10, 11)
+_RUN_DIMS = tuple((dim, dim) for dim in (64, 96, 128, 256))  # head dims whose kernels ran on a Hopper GPU
 
 
 class Fa4Backend(Backend):
@@ -90,6 +91,18 @@ class Fa4Backend(Backend):
             found.append(f"the score mod calls {', '.join(unknown)}")
         return found
 
+    def reservations(self, facts: RequestFacts) -> list[str]:
+        major, minor = divmod(architecture(facts.device), 10)
+        if major != 9:
+            return [f"its code for compute capability {major}.{minor}"]
+        found = []
+        dims = (facts.head_dim, facts.v_head_dim)
+        if dims not in _RUN_DIMS:
+            found.append(f"its kernel for head dims {dims[0]} and {dims[1]}")
+        if facts.score_steps is None:
+            found.append("a general score mod in it")
+        return found
+
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
         shape = torch.Size((*q.shape[:3], v.shape[3]))
@@ -124,11 +137,12 @@ class Fa4Backend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = scale_and_score(request, backward=True)
+        given_scale, score = scale_and_score(request, backward=True)
+        # Masked scores are -inf before the kernel multiplies by the scale.
+        q, scale = positive_scale(q, given_scale) if score is None else (q, given_scale)
         arch, group = architecture(q.device), q.shape[1] // k.shape[1]
         dims = (q.shape[3], v.shape[3])
-        # On Hopper, score mods of the backward get rows and heads as if grouped heads were packed, which they are not.
-        spread = arch // 10 == 9 and group > 1 and score is not None and score.reads_place
+        spread = group > 1 and must_spread(arch, dims, score)
         if spread:
             k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
             dk, dv = (torch.empty_like(x) for x in (k, v))
@@ -153,6 +167,8 @@ class Fa4Backend(Backend):
                 **mask_arguments(mask, arch, backward=True),
                 **score_arguments(mask, score, q, backward=True),
             )
+        if scale != given_scale:
+            dq.mul_(given_scale / scale)
         if spread:
             for total, parts in ((gradients.dk, dk), (gradients.dv, dv)):
                 total.copy_(parts.unflatten(1, (-1, group)).sum(2, dtype=torch.float32))
@@ -233,6 +249,8 @@ def head_dim_objection(arch: int, head_dim: int, v_dim: int, needs_backward: boo
     given = f"{head_dim} and {v_dim}"
     if head_dim % 8 or v_dim % 8:
         return f"serves head dims that are multiples of 8, not {given}"
+    if arch // 10 == 9 and needs_backward and head_dim % 32 and v_dim <= head_dim <= 256:
+        return f"its backward gives wrong gradients for some head dims that are no multiples of 32, as {given}"
     if arch // 10 == 9:
         return None if v_dim <= head_dim <= 256 else f"serves head dims up to 256, the values' not larger, not {given}"
     if (head_dim, v_dim) == (256, 256):
@@ -314,6 +332,15 @@ def _shared(bounds_BHRQ: Tensor, batch: int, heads: int) -> Tensor:
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+def must_spread(arch: int, dims: tuple[int, int], score: KernelScore | None) -> bool:
+    """Whether the backward wants a key head for each query head.
+
+    On Hopper its score mods get rows and heads as if grouped heads were packed, which they are not, and groups are for
+    equal head dims of keys and values.
+    """
+    return arch // 10 == 9 and (dims[0] != dims[1] or (score is not None and score.reads_place))
 
 
 def without_broadcasts(x: Tensor) -> Tensor:
