@@ -1,17 +1,21 @@
 """Time the Hopper backward (backend "ffa") on the benchmark masks, beside cuDNN and FlashAttention-4 where they can.
 
     python -m benchmarks.bench_ffa_backward [--lengths 2048,8192,32768] [--masks full,causal,...] [--dims 128,192:128]
-                                            [--split 8,2,1] [--deterministic] [--softcap]
+                                            [--split 8,2,1] [--deterministic] [--softcap] [--many]
 
 Needs a Hopper GPU.  Rates count the mask's exact area and 2.5 times the forward's operations; times hold everything
 from ready inputs to the three gradients (plans are made before).  The sides take turns, and the figure is the median
 over the rounds.  ``--split`` adds sides with a given number of query heads a work item ("ffa2"), for the cost model;
-``--deterministic`` one with a fixed order of sums ("ffa_fixed"), ``--softcap`` one with that score mod.
+``--deterministic`` one with a fixed order of sums ("ffa_fixed"), ``--softcap`` one with that score mod.  ``--many``
+adds 1,000 causal documents and some 50,000 intervals of shared prefixes in 128K tokens, each beside one causal triangle
+of the same area.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 from pathlib import Path
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.bench_ffa import MASKS, Work, bounds, cudnn, flash_attention_4
 from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
+from benchmarks.workloads import many_documents, shared_prefixes
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import FfaBackend, backward_instance, forward_schedule, gradient_q_instance
 from magi_flex.kernels.ffa_backward import GradientQ, launch_backward
@@ -117,6 +122,32 @@ def measure(
     )  # fmt: skip
 
 
+def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, rounds: int) -> Row:
+    """Very many intervals beside one causal triangle of the same area."""
+    head_dim, plans = 128, [MaskPlan(RowIntervals(rows.starts.cuda(), rows.ends.cuda(), rows.kv_len))]
+    triangle = math.isqrt(2 * plans[0].area())
+    lo, hi = (x.cuda().view(1, 1, 1, triangle) for x in bounds("causal", triangle))
+    plans.append(MaskPlan(RowIntervals(lo, hi, triangle)))
+    works: list[Work] = []
+    for plan in plans:
+        q, d_out, k, v = (
+            torch.randn(1, n, plan.q_len, head_dim, device="cuda", dtype=torch.bfloat16)
+            for n in (heads, heads, kv_heads, kv_heads)
+        )
+        request = AttentionRequest(q, k, v, plan, head_dim**-0.5)
+        given = FfaBackend().forward(request)
+        works.append(functools.partial(FfaBackend().backward, request, given.out, given.lse, d_out, None))
+    timings = interleave(dict(zip(("ffa", "triangle"), works, strict=True)), repeats=rounds, device="cuda")
+    rate = {
+        side: attention_tflops(plan.area(), heads, head_dim, head_dim, "bwd", timings[side].median_ms)
+        for side, plan in zip(("ffa", "triangle"), plans, strict=True)
+    }
+    return Row(
+        "attention", "ffa", name, plans[0].q_len, f"{heads}:{kv_heads}", head_dim, "bfloat16", "bwd",
+        timings["ffa"].median_ms, rate["ffa"], {"triangle": rate["triangle"]}, {"triangle_rows": triangle},
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,8192,32768")
@@ -124,6 +155,7 @@ def main() -> None:
     parser.add_argument("--dims", default="128", help="head dims, or pairs like 192:128")
     parser.add_argument("--deterministic", action="store_true", help="a side with a fixed order of sums")
     parser.add_argument("--softcap", action="store_true", help="a side with a softcap")
+    parser.add_argument("--many", action="store_true", help="very many documents and intervals in 128K tokens")
     parser.add_argument("--heads", default="64:8")
     parser.add_argument("--split", default="", help="query heads a work item, comma separated: further sides")
     parser.add_argument("--rounds", type=int, default=9)
@@ -142,6 +174,12 @@ def main() -> None:
             for mask in args.masks.split(","):
                 rows.append(measure(mask, length, heads, kv_heads, dims, splits, variants, args.rounds))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
+    if args.many:
+        tokens = 128 << 10
+        cases = {"many_documents": many_documents(tokens, 1000), "many_prefixes": shared_prefixes(tokens, 512, 112, 4)}
+        for name, intervals in cases.items():
+            rows.append(measure_many(name, intervals, heads, kv_heads, args.rounds))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))
     print("written:", write_results("ffa_backward", rows, args.directory))
 

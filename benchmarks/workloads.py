@@ -1,10 +1,13 @@
-"""Document lengths that the benchmarks share."""
+"""Document lengths and masks of very many intervals that the benchmarks share."""
 
 from __future__ import annotations
 
 import random
 
+import torch
+
 from magi_flex.distributed.workloads import LONG_CONTEXT_CORPUS
+from magi_flex.intervals import RowIntervals
 
 
 def document_lengths(tokens: int, seed: int = 0) -> list[int]:
@@ -29,3 +32,24 @@ def document_lengths(tokens: int, seed: int = 0) -> list[int]:
         lengths.append(length)
         left -= length
     return lengths
+
+
+def many_documents(tokens: int, documents: int) -> RowIntervals:
+    """Causal attention inside each of so many documents; their lengths differ by one at most."""
+    row = torch.arange(tokens)
+    begin = (row * documents // tokens * tokens + documents - 1) // documents
+    return RowIntervals.build(begin.int().view(1, 1, 1, -1), row.int().view(1, 1, 1, -1) + 1, tokens)
+
+
+def shared_prefixes(tokens: int, group: int, prompt: int, response: int) -> RowIntervals:
+    """Groups of ``group`` tokens: a causal prompt, and responses that attend to it and, causally, to themselves.
+
+    Each response is two rectangles of pairs, one of them a triangle.
+    """
+    row = torch.arange(tokens)
+    begin = row // group * group
+    place = row - begin
+    own = torch.where(place < prompt, begin, begin + prompt + (place - prompt).clamp(min=0) // response * response)
+    starts = torch.stack((begin, own)).int()
+    ends = torch.stack((torch.where(place < prompt, begin, begin + prompt), row + 1)).int()
+    return RowIntervals.build(starts[None, None], ends[None, None], tokens)
