@@ -79,6 +79,8 @@ _BACKWARD = {
     (192, 192): (64, 64, False),
     (256, 256): (64, 64, False),
 }
+# Query rows of a step where dq is summed without a score mod, which leaves registers for longer ones.
+_LONG_STEPS = {(128, 128): 80}
 # Of the gradient_q kernel: (keys of a tile, buffers of K, buffers of V).
 _GRADIENT_Q = {
     (64, 64): (128, 3, 2),
@@ -375,7 +377,10 @@ def backward_instance(
     pair = next((pair for pair in _BACKWARD if head_dim <= pair[0] and v_dim <= pair[1]), None)
     assert pair is not None, "objections() turns other head dims away"
     rows, keys, sum_dq = _BACKWARD[pair]
-    sum_dq = sum_dq and not deterministic
+    if deterministic:
+        sum_dq = False
+    elif not (score_steps or generated):
+        rows = _LONG_STEPS.get(pair, rows)
     return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
 
 

@@ -18,7 +18,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
+from magi_flex.kernels.ffa_backward_schedule import ROW_GROUP, BackwardSchedule
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance, launch_gradient_q
 from magi_flex.kernels.ffa_launch import (
     BIT_TILES,
@@ -32,7 +32,7 @@ from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # BackwardParams of the kernel between its four tensor maps and the score steps, PrepareParams and FinishParams.
-_BACKWARD_PARAMS = "<10Q6i6Q6qQ8i3f4x"
+_BACKWARD_PARAMS = "<10Q6i6Q6qQ8i3fi"
 _PREPARE_PARAMS = struct.Struct("<8Q6q4i")
 _FINISH_PARAMS = struct.Struct("<2Q3q4ifi3Q6q3Q5i4x")
 _MAPS, _THREADS, _CONVERT_THREADS, _CONVERT_ROWS = 4, 384, 256, 32
@@ -254,6 +254,7 @@ def launch_backward(
         v_dim,
         tiles,
         *scales,
+        head_rows // ROW_GROUP,
         *(score.values if score else launcher.no_steps),
         *bit_tile_values(bit_tiles),
         0 if schedule.count is None else schedule.count.data_ptr(),

@@ -163,6 +163,15 @@ inline void bulk_load(void* smem, const void* global, uint64* barrier, uint32 by
         complete_bytes(barrier, bytes);
     });
 }
+inline void bulk_reduce_add_f32(float* global, const void* smem, uint32 bytes) {
+    if (bytes % 16 || smem_address(smem) % 16 || reinterpret_cast<uint64>(global) % 16) {
+        throw std::runtime_error("a bulk sum that is not aligned to 16 bytes");
+    }
+    const float* from = static_cast<const float*>(smem);
+    start_store([=] {
+        for (uint32 i = 0; i < bytes / 4; ++i) global[i] += from[i];
+    });
+}
 inline void reduce_add_global_v4(float* global, float x, float y, float z, float w) {
     if (reinterpret_cast<uint64>(global) % 16) throw std::runtime_error("a vector access that is not aligned");
     global[0] += x, global[1] += y, global[2] += z, global[3] += w;

@@ -29,13 +29,15 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(&shared.kv_full, 1);
         ptx::mbarrier_init(&shared.kv_empty, kConsumerWarps);
+        shared.last_mask = 3;
+        ptx::mbarrier_init(&shared.mask_full, 1);
+        ptx::mbarrier_init(&shared.mask_empty, C::kKeys == 64 ? kConsumerWarps / 2 : kConsumerWarps);
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(&shared.step_full[i], 1);
             ptx::mbarrier_init(&shared.q_full[i], 1);
-            ptx::mbarrier_init(&shared.q_empty[i], kConsumerWarps + 1);
+            ptx::mbarrier_init(&shared.q_empty[i], kConsumerWarps + 1 + C::kSumDq);  // consumers, Masker, Summer
             ptx::mbarrier_init(&shared.d_out_full[i], 1);
             ptx::mbarrier_init(&shared.d_out_empty[i], kConsumerWarps);
-            ptx::mbarrier_init(&shared.mask_full[i], 1);
         }
         if constexpr (C::kKeys == 64) {
             for (int i = 0; i < 2; ++i) {
@@ -56,6 +58,8 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
             Masker<C>{params, shared}.run();
         } else if (warp == 2) {
             if (ptx::elect_one()) RowLoader<C>{params, shared}.run();
+        } else if constexpr (C::kSumDq) {
+            Summer<C>{params, shared}.run();
         }
     } else {
         ptx::register_increase<kConsumerRegisters>();

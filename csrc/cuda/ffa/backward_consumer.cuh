@@ -18,19 +18,6 @@ template <class C> struct Consumer : Fragment<C> {
     Ring<C::kStages> ring;
     int ds_buffer = 0;
 
-    // dk[64 keys x kHeadDim] += dS^T Q; dS from shared memory, because as a register operand it would have to stay put
-    // until the product is done, when those registers are needed for the next step.
-    FFA_DEVICE void issue_dk(float (&dk)[C::kHeadDim / 2], const void* q) const {
-        const uint64 a = D::contraction_is_strided(shared.ds[ds_buffer][warpgroup], C::kRowPanelBytes);
-        const uint64 b = D::contraction_is_strided(q, C::kRowPanelBytes);
-#pragma unroll
-        for (int step = 0; step < C::kRows / 16; ++step) {
-            const int bytes = step * 16 * kPanelBytes;
-            Mma<C::kHeadDim, true, true>::ss(dk, D::advance(a, bytes), D::advance(b, bytes), 1);
-        }
-        ptx::wgmma_commit();
-    }
-
     // dq[64 columns x kDqRows] = K^T dS^T
     FFA_DEVICE void issue_dq(float (&dq)[kDq]) const {
         const int panel = C::kPanels == 2 ? warpgroup : 0;
@@ -57,78 +44,66 @@ template <class C> struct Consumer : Fragment<C> {
         }
     }
 
-    FFA_DEVICE void add_dq(const float (&dq)[kDq], int row_group) const {
-        const int panel = C::kPanels == 2 ? warpgroup : 0;
-        const int first_group = C::kPanels == 2 ? 0 : warpgroup * (C::kDqRows / kRowGroup);
-        float* out = params.dq_buffer + static_cast<int64>(row_group + first_group) * (kRowGroup * C::kHeadDim) +
-                     panel * (kRowGroup * kPanelColumns) + warp * 128 + lane * 4;
+    // dQ into shared memory in the order of the buffer, from where Summer adds it.
+    FFA_DEVICE void hand_over_dq(const float (&dq)[kDq]) const {
+        ptx::named_barrier_sync(kDqEmptyBarrier + warpgroup, kSumThreads);
+        float4* to = shared.dq[warpgroup] + warp * 32 + lane;
 #pragma unroll
-        for (int j = 0; j < C::kDqRows / 8; ++j) {
-            ptx::reduce_add_global_v4(out + j * (kRowGroup * C::kHeadDim), dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
-                                      dq[4 * j + 3]);
-        }
+        for (int j = 0; j < C::kDqRows / 8; ++j) to[j * 128] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+        ptx::fence_proxy_async();
+        ptx::named_barrier_arrive(kDqFullBarrier + warpgroup, kSumThreads);
     }
 
-    FFA_DEVICE void issue_next_scores(float (&scores)[kScores]) const {
+    FFA_DEVICE void issue_d_weights(float (&d_weights)[kScores]) const {
+        ptx::mbarrier_wait(&shared.d_out_full[ring.stage], ring.phase);
         ptx::wgmma_fence();
-        this->template issue_scores<C::kHeadDim>(scores, shared.k, shared.q[ring.stage]);
+        this->template issue_scores<C::kVDim>(d_weights, shared.v, shared.d_out[ring.stage]);
     }
 
     // One key tile: every step of the item, then dK and dV.
     FFA_DEVICE void run_item(int steps, const Item& item) {
-        float dk[C::kHeadDim / 2] = {}, dv[C::kVDim / 2] = {}, scores[kScores];
-        if (steps > 0) {
-            ptx::mbarrier_wait(&shared.q_full[ring.stage], ring.phase);
-            issue_next_scores(scores);
-            ptx::wgmma_wait<0>();
-            ptx::fence_registers(scores);
-        }
-        for (int remaining = steps; remaining > 0; --remaining) {
+        float dk[C::kHeadDim / 2] = {}, dv[C::kVDim / 2] = {};
+        for (int remaining = steps; remaining > 0; --remaining, ring.advance()) {
             const int stage = ring.stage;
-            float d_weights[kScores];
-            uint32 pairs[kScores / 2];
-            if constexpr (Score::kCount > 0) this->make_weights(scores, pairs, stage, ring.phase);
-            ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);
+            float scores[kScores], d_weights[kScores];
+            uint32 pairs[kScores / 2], ds[kScores / 2];
+            ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
-            this->template issue_scores<C::kVDim>(d_weights, shared.v, shared.d_out[stage]);
+            this->template issue_scores<C::kHeadDim>(scores, shared.k, shared.q[stage]);
             // A score mod needs the registers of dP.
-            if constexpr (Score::kCount == 0) this->make_weights(scores, pairs, stage, ring.phase);
-            ptx::wgmma_fence();
-            this->template issue_gradient<C::kVDim>(dv, pairs, shared.d_out[stage]);
-
-            ptx::wgmma_wait<1>();  // dP; dV runs on
+            if constexpr (Score::kCount == 0) issue_d_weights(d_weights);
+            ptx::wgmma_wait<Score::kCount == 0>();  // S
+            ptx::fence_registers(scores);
+            this->make_weights(scores, pairs, stage);
+            if constexpr (Score::kCount > 0) issue_d_weights(d_weights);
+            ptx::wgmma_wait<0>();
             ptx::fence_registers(d_weights);
             this->score_gradients(scores, d_weights, stage);
-            uint32 ds[kScores / 2];
             this->pack(d_weights, ds);
-            store_ds(ds);
-            ptx::fence_proxy_async();
-            if constexpr (C::kSumDq) {
-                ptx::named_barrier_sync(kDsBarrier, kConsumers);
-            } else {
-                ptx::named_barrier_sync(kDsBarrier + 1 + warpgroup, 128);  // dK reads the warpgroup's own dS only
-            }
-
-            const int row_group = C::kSumDq ? shared.step[stage].row_group : 0;
-            float dq[kDq];
+            if constexpr (C::kSumDq) store_ds(ds);
             ptx::wgmma_fence();
-            if constexpr (C::kSumDq) issue_dq(dq);
-            issue_dk(dk, shared.q[stage]);
-            ring.advance();
-            // After the last step this product is of stale rows and never read: a branch around it would make the
-            // compiler serialize all products.
-            if (remaining > 1) ptx::mbarrier_wait(&shared.q_full[ring.stage], ring.phase);
-            issue_next_scores(scores);
-            ptx::wgmma_wait<2>();  // dV and dQ
-            if constexpr (C::kSumDq) ptx::fence_registers(dq);
-            arrive_warp(&shared.d_out_empty[stage]);
-            if constexpr (C::kSumDq) add_dq(dq, row_group);
-            ds_buffer ^= 1;  // other warps' products may still read it
+            this->template issue_gradient<C::kVDim>(dv, pairs, shared.d_out[stage]);
+            float dq[kDq];
+            if constexpr (C::kSumDq) {
+                ptx::fence_proxy_async();
+                ptx::named_barrier_sync(kDsBarrier, kConsumers);
+                ptx::wgmma_fence();
+                issue_dq(dq);
+                ds_buffer ^= 1;  // other warps' products may still read it
+                ptx::wgmma_wait<1>();  // dV
+                arrive_warp(&shared.d_out_empty[stage]);
+            }
+            this->template issue_gradient<C::kHeadDim>(dk, ds, shared.q[stage]);
+            ptx::wgmma_wait<1>();  // dQ, or dV
+            if constexpr (C::kSumDq) {
+                ptx::fence_registers(dq);
+                hand_over_dq(dq);
+            } else {
+                arrive_warp(&shared.d_out_empty[stage]);
+            }
             ptx::wgmma_wait<0>();
-            ptx::fence_registers(scores);
             arrive_warp(&shared.q_empty[stage]);
         }
-        ptx::wgmma_wait<0>();
         ptx::fence_registers(dk);
         ptx::fence_registers(dv);
         const Item done = item;  // its slot may be written again once all warps have arrived

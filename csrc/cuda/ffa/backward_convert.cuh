@@ -6,8 +6,8 @@
 //
 // finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.
 //
-// The dQ buffer holds groups of 8 query rows as fragments of dQ^T: float4 number (panel * 4 + warp) * 32 + lane of a
-// group has the columns 64 panel + 16 warp + lane / 4 (+ 8) of the rows 2 (lane % 4) (+ 1), row first.
+// The dQ buffer holds, for each panel of 64 columns, groups of 8 query rows as fragments of dQ^T: float4 number
+// warp * 32 + lane of a group has the columns 16 warp + lane / 4 (+ 8) of the rows 2 (lane % 4) (+ 1), row first.
 //
 // The dK/dV buffer holds a key tile as fragments of the consumer warpgroups: float4 number
 // (half * kColumns / 8 + j) * 128 + thread has the columns 8 j + 2 (lane % 4) (+ 1) of the rows
@@ -28,7 +28,7 @@ struct PrepareParams {
     const float* d_lse;  // the same, or null
     float* row_shift;    // [B * H, padded_rows]
     float* row_delta;
-    float4* dq_buffer;   // [B * H, padded_rows, kHeadDim / 4], or null
+    float4* dq_buffer;   // kHeadDim / 4 for each padded row, or null
     int* work_counter;
     int64 out_batch, out_head, out_row;  // strides in elements
     int64 d_out_batch, d_out_head, d_out_row;
@@ -171,14 +171,16 @@ template <class C> FFA_DEVICE void finish(const FinishParams& params) {
     const int blocks = params.padded_rows / kConvertRows;
     const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
     if (first_row >= params.q_len) return;
-    const float4* buffer =
-        params.dq_buffer + (static_cast<int64>(head_row) * params.padded_rows + first_row) * (kHeadDim / 4);
-    constexpr int kGroupVectors = 8 * kHeadDim / 4;
+    constexpr int kGroups = kConvertRows / kRowGroup, kGroupVectors = kRowGroup * kPanelColumns / 4;
+    const int64 panel_groups = static_cast<int64>(params.row_blocks) * kGroups;
 #pragma unroll
-    for (int i = threadIdx.x; i < kConvertRows / 8 * kGroupVectors; i += kConvertThreads) {
-        const float4 fragment = buffer[i];
-        const int group = i / kGroupVectors, slice = i % kGroupVectors / 32, lane = i % 32;
-        const int row = group * 8 + lane % 4 * 2, column = slice * 16 + lane / 4;
+    for (int i = threadIdx.x; i < C::kPanels * kGroups * kGroupVectors; i += kConvertThreads) {
+        const int panel = i / (kGroups * kGroupVectors), vector = i % (kGroups * kGroupVectors);
+        const float4 fragment =
+            params.dq_buffer[(panel * panel_groups + static_cast<int64>(blockIdx.x) * kGroups) * kGroupVectors + vector];
+        const int lane = vector % 32, warp = vector % kGroupVectors / 32;
+        const int row = vector / kGroupVectors * kRowGroup + lane % 4 * 2;
+        const int column = panel * kPanelColumns + warp * 16 + lane / 4;
         rows[row][column] = fragment.x;
         rows[row + 1][column] = fragment.y;
         rows[row][column + 8] = fragment.z;

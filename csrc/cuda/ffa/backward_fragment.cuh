@@ -64,9 +64,9 @@ template <class C> struct Fragment {
         }
     }
 
-    FFA_DEVICE void apply_mask(float (&weights)[kScores], int stage) const {
+    FFA_DEVICE void apply_mask(float (&weights)[kScores]) const {
         const uint2* words =
-            reinterpret_cast<const uint2*>(shared.mask[stage][2 * half + warp / 2]) + lane % 4;
+            reinterpret_cast<const uint2*>(shared.mask[2 * half + warp / 2]) + lane % 4;
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
@@ -101,7 +101,7 @@ template <class C> struct Fragment {
         const Step& step = shared.step[stage];
         const bool masked = step.masked;
         const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
-        const uint2* words = reinterpret_cast<const uint2*>(shared.mask[stage][2 * half + warp / 2]) + lane % 4;
+        const uint2* words = reinterpret_cast<const uint2*>(shared.mask[2 * half + warp / 2]) + lane % 4;
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
         const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = step.row + lane % 4 * 2;
         const int last_key = step.key_end - 1, last_row = params.q_len - 1;
@@ -129,17 +129,20 @@ template <class C> struct Fragment {
     }
 
     // S becomes P (times the derivative of the score mod, if there is one), masked; pairs are P.
-    FFA_DEVICE void make_weights(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage, uint32 phase) const {
+    FFA_DEVICE void make_weights(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage) const {
+        const int masked = shared.step[stage].masked;
         if constexpr (Score::kCount == 0) {
             exponentiate(scores, stage);
-            if (shared.step[stage].masked) {
-                ptx::mbarrier_wait(&shared.mask_full[stage], phase);
-                apply_mask(scores, stage);
+            if (masked) {
+                ptx::mbarrier_wait(&shared.mask_full, masked & 1);
+                apply_mask(scores);
+                arrive_warp(&shared.mask_empty);
             }
             pack(scores, pairs);
         } else {
-            if (shared.step[stage].masked) ptx::mbarrier_wait(&shared.mask_full[stage], phase);
+            if (masked) ptx::mbarrier_wait(&shared.mask_full, masked & 1);
             modify(scores, pairs, stage);
+            if (masked) arrive_warp(&shared.mask_empty);
         }
     }
 

@@ -69,7 +69,7 @@ template <class C> struct Planner {
             const bool whole = item.key_end - item.key_begin == C::kKeys && row >= run.x && row + C::kRows <= run.y;
             const int plane = item.batch * params.kv_heads * params.parts * params.group + head;
             shared.step[ring.stage] = {(plane * params.padded_rows + row) / kRowGroup,
-                                       partial || !whole,
+                                       partial || !whole ? (shared.last_mask ^= 1) : 0,
                                        item.batch,
                                        head,
                                        row,
@@ -154,40 +154,39 @@ template <class C> struct Masker {
     const BackwardParams& params;
     BackwardShared<C>& shared;
 
-    // One bit for each of 32 keys from `key_begin` on; those from `key_end` on do not count.
-    FFA_DEVICE uint32 interval_bits(uint32 first_interval, int key_begin, int key_end) const {
-        uint32 bits = 0;
-#pragma unroll 1
-        for (int r = 0; r < params.mask.intervals; ++r) {
-            const uint32 index = first_interval + r * params.q_len;
-            const int begin = max(__ldg(params.mask.starts + index) - key_begin, 0);
-            const int end = min(__ldg(params.mask.ends + index), key_end) - key_begin;
-            bits |= ptx::bit_mask(begin, max(end - begin, 0));
-        }
-        return bits;
-    }
-
-    FFA_DEVICE void add_bit_tiles(BitRow keys, const Step& step, uint32 (&mask)[C::kKeyWords][C::kRows], int row) const {
+    FFA_DEVICE void add_bit_tiles(BitRow keys, const Step& step, int row) const {
 #pragma unroll 1
         for (int word = 0; word < C::kKeyWords; ++word) {
             const int left = step.key_end - step.key_begin - 32 * word;
-            mask[word][row] |= keys.next() & ptx::bit_mask(0, max(left, 0));
+            shared.mask[word][row] |= keys.next() & ptx::bit_mask(0, max(left, 0));
         }
     }
 
-    FFA_DEVICE void write_bits(const Step& step, uint32 (&mask)[C::kKeyWords][C::kRows]) const {
+    FFA_DEVICE void write_bits(const Step& step) const {
         const int mask_head = mask_head_of(params, step.batch, step.head);
         const uint32 plane = mask_head * params.mask.intervals * params.q_len;
 #pragma unroll 1
         for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
             const int query = step.row + row;
             const bool inside = query >= step.run_begin && query < step.run_end;
+            uint32 words[C::kKeyWords] = {};
+            if (inside) {
+                uint32 index = plane + query;
 #pragma unroll 1
-            for (int word = 0; word < C::kKeyWords; ++word) {
-                mask[word][row] = inside ? interval_bits(plane + query, step.key_begin + 32 * word, step.key_end) : 0;
+                for (int r = 0; r < params.mask.intervals; ++r, index += params.q_len) {
+                    const int begin = __ldg(params.mask.starts + index) - step.key_begin;
+                    const int end = min(__ldg(params.mask.ends + index), step.key_end) - step.key_begin;
+#pragma unroll
+                    for (int w = 0; w < C::kKeyWords; ++w) {
+                        const int first = max(begin - 32 * w, 0);
+                        words[w] |= ptx::bit_mask(first, max(end - 32 * w - first, 0));
+                    }
+                }
             }
+#pragma unroll
+            for (int w = 0; w < C::kKeyWords; ++w) shared.mask[w][row] = words[w];
             if constexpr (kBitTiles) {
-                if (inside) add_bit_tiles(BitRow(params.bit_tiles, mask_head, query, step.key_begin), step, mask, row);
+                if (inside) add_bit_tiles(BitRow(params.bit_tiles, mask_head, query, step.key_begin), step, row);
             }
         }
         __syncwarp();
@@ -200,12 +199,53 @@ template <class C> struct Masker {
             ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
             const Step& step = shared.step[stage];
             if (step.row_group < 0) return;
-            if (step.masked) write_bits(step, shared.mask[stage]);
-            if (ptx::lane_index() == 0) {
-                ptx::mbarrier_arrive(&shared.mask_full[stage]);
-                ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+            if (step.masked) {
+                ptx::mbarrier_wait(&shared.mask_empty, ~step.masked & 1);
+                write_bits(step);
+                if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&shared.mask_full);
             }
+            __syncwarp();
+            if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
         }
+    }
+};
+
+// Adds the consumers' dQ to the buffer by TMA, which is faster than additions from registers (docs/ffa.md).
+template <class C> struct Summer {
+    const BackwardParams& params;
+    BackwardShared<C>& shared;
+
+    FFA_DEVICE void run() const {
+        constexpr int kGroupFloats = kRowGroup * kPanelColumns, kGroups = C::kDqRows / kRowGroup;
+        const bool leader = ptx::lane_index() == 0;
+#pragma unroll 1
+        for (Ring<C::kStages> ring;; ring.advance()) {
+            const int stage = ring.stage;
+            ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
+            const int row_group = shared.step[stage].row_group;
+            if (row_group < 0) break;
+            // A warpgroup may write once its sums of the step before have been read.
+            if (leader) ptx::bulk_wait_read<1>();
+            __syncwarp();
+            ptx::named_barrier_arrive(kDqEmptyBarrier, kSumThreads);
+            if (leader) ptx::bulk_wait_read<0>();
+            __syncwarp();
+            ptx::named_barrier_arrive(kDqEmptyBarrier + 1, kSumThreads);
+#pragma unroll 1
+            for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+                ptx::named_barrier_sync(kDqFullBarrier + warpgroup, kSumThreads);
+                if (leader) {
+                    const int64 group = C::kPanels == 2 ? static_cast<int64>(warpgroup) * params.dq_groups + row_group
+                                                        : row_group + warpgroup * kGroups;
+                    ptx::bulk_reduce_add_f32(params.dq_buffer + group * kGroupFloats, shared.dq[warpgroup],
+                                             kGroups * kGroupFloats * 4);
+                    ptx::bulk_commit();
+                }
+            }
+            __syncwarp();
+            if (leader) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+        }
+        if (leader) ptx::bulk_wait<0>();
     }
 };
 

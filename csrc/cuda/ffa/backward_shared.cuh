@@ -16,7 +16,9 @@ constexpr int kPanelBytes = 128;   // of one row
 constexpr int kConsumers = 256, kConsumerWarps = kConsumers / 32;
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kThreads = 128 + kConsumers;
-constexpr int kDsBarrier = 1;  // named barrier of the consumers; the next ones: of each warpgroup
+// Named barriers: of the consumers; of each warpgroup with the warp that sums its dQ.
+constexpr int kDsBarrier = 1, kDqEmptyBarrier = 2, kDqFullBarrier = 4;
+constexpr int kSumThreads = 128 + 32;
 
 // The plan's arrays (TilePlan, transposed: row tiles are key tiles, runs are query runs) and the row intervals.
 struct MaskParams {
@@ -41,7 +43,7 @@ struct BackwardParams {
     MaskParams mask;
     const float* row_shift;  // [B * H, padded_rows]: lse (log2 domain), +inf for empty rows
     const float* row_delta;  // [B * H, padded_rows]
-    float* dq_buffer;        // [B * H, padded_rows / 8, 8 * kHeadDim]
+    float* dq_buffer;        // [kPanels, dq_groups, 8 * kPanelColumns], see backward_convert.cuh
     float* dkv_buffer;  // null, or [blocks, kKeys * (kHeadDim + kVDim)]: dK and dV are summed there in float32
     void* dk;
     void* dv;
@@ -54,6 +56,7 @@ struct BackwardParams {
     float scale;        // from dS^T Q to dK; has the constant factors of the score steps
     float scale_log2;   // from scores (after the score steps, if there are any) to powers of two
     float score_scale;  // from k q^T to what the first score step sees
+    int dq_groups;      // B * H * padded_rows / 8
     Score::Params score_params;
     BitTileParams bit_tiles;
     const int* entry_count;  // where they are counted
@@ -96,7 +99,7 @@ struct Item {
 // Query rows [row, row + kRows) of one head; masked steps attend only inside [run_begin, run_end) and the intervals.
 struct Step {
     int row_group;  // of the dQ buffer, counted over all batch entries and heads; -1: no more steps
-    int masked;
+    int masked;     // 0: no; else 2 and 3 by turns, the lowest bit being the phase of mask_full
     int batch, head, row;
     int run_begin, run_end;
     int key_begin, key_end;
@@ -111,16 +114,18 @@ template <class C> struct BackwardShared {
         alignas(1024) uint16 ds[2][2][C::kRows][kPanelColumns];  // [buffer][keys of a warpgroup]
         alignas(1024) float4 weights[2][C::kRows / 8][128];      // [buffer][fragment][thread], see WideConsumer
     };
+    alignas(128) float4 dq[C::kSumDq ? 2 : 1][C::kSumDq ? C::kDqRows / 8 * 128 : 1];  // of a warpgroup: its part of dQ^T
     alignas(16) float shift[C::kStages][C::kRows];
     alignas(16) float delta[C::kStages][C::kRows];
-    alignas(16) uint32 mask[C::kStages][C::kKeyWords][C::kRows];
+    alignas(16) uint32 mask[C::kKeyWords][C::kRows];
     Step step[C::kStages];
+    int last_mask;  // Planner's: what the last masked step had
     Item item[2];  // by turns: the next one is written while one is worked on
     uint64 kv_full, kv_empty;
-    uint64 step_full[C::kStages];  // step[] is written; the stage's mask may be overwritten
+    uint64 step_full[C::kStages];  // step[] is written
     uint64 q_full[C::kStages], q_empty[C::kStages];
     uint64 d_out_full[C::kStages], d_out_empty[C::kStages];
-    uint64 mask_full[C::kStages];
+    uint64 mask_full, mask_empty;  // of masked steps only
     uint64 weights_full[2], weights_empty[2];  // WideConsumer
 };
 

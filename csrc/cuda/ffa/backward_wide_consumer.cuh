@@ -45,7 +45,7 @@ template <class C> struct WideConsumer : Fragment<C> {
         for (int remaining = steps; remaining > 0; --remaining) {
             const int stage = ring.stage;
             uint32 pairs[kScores / 2];
-            this->make_weights(scores, pairs, stage, ring.phase);
+            this->make_weights(scores, pairs, stage);
             hand_on(scores);
             arrive_warp(&shared.q_empty[stage]);
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);

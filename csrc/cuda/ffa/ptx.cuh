@@ -109,12 +109,6 @@ FFA_DEVICE void tma_store_4d(const TensorMap& map, const void* smem, int c0, int
                  "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
 }
-FFA_DEVICE void tma_reduce_add_4d(const TensorMap& map, const void* smem, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-                     &map),
-                 "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
-}
 // Contiguous bytes (a multiple of 16, both addresses aligned to 16).
 FFA_DEVICE void bulk_load(void* smem, const void* global, uint64* barrier, uint32 bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(
