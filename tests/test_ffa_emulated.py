@@ -80,9 +80,9 @@ def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, (plan, (q_len, kv_len)) in enumerate(((causal, (127, 257)), (scattered, (150, 131)))):
+    for seed, (plan, (q_len, kv_len), dim) in enumerate(((causal, (127, 257), 64), (scattered, (150, 131), 128))):
         emulator.install(monkeypatch, seed)
-        q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
+        q, k, v, d_out = inputs(q_len, kv_len, dim, dim, torch.bfloat16)
         d_lse = torch.randn(BATCH, HEADS, q_len)
         check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.1), d_out, d_lse)
 

@@ -57,10 +57,11 @@ def dense_attention(
     scores = q @ k.transpose(-1, -2) * scale
     if score_mod is not None:
         batch, _, _, kv_len = scores.shape
-        b = torch.arange(batch).view(-1, 1, 1, 1)
-        h = torch.arange(heads).view(1, -1, 1, 1)
-        rows = torch.arange(q_len).view(1, 1, -1, 1)
-        keys = torch.arange(kv_len).view(1, 1, 1, -1)
+        device = scores.device
+        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+        rows = torch.arange(q_len, device=device).view(1, 1, -1, 1)
+        keys = torch.arange(kv_len, device=device).view(1, 1, 1, -1)
         scores = score_mod(scores, b, h, rows, keys).to(dtype).expand_as(scores)
     if mask_BHQK is not None:
         scores = scores.masked_fill(~mask_BHQK, -math.inf)

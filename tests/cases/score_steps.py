@@ -10,7 +10,7 @@ from tests.cases.score_mods import ScoreMod
 
 
 def steps_mod(steps: tuple[ScoreStep, ...]) -> ScoreMod:
-    """The score_mod that the steps stand for (indices and scores on the CPU)."""
+    """The score_mod that the steps stand for."""
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         for step in steps:
@@ -21,9 +21,9 @@ def steps_mod(steps: tuple[ScoreStep, ...]) -> ScoreMod:
                     score = cap * torch.tanh(score / cap)
                 case Distance(slopes, absolute):
                     distance = (k - q).abs() if absolute else k - q
-                    score = score + slopes.cpu().to(score.dtype)[h % slopes.numel()] * distance
+                    score = score + slopes.to(score)[h % slopes.numel()] * distance
                 case Bias(table, (sb, sh, sq, sk), offset, factor):
-                    flat = table.cpu().flatten().to(score.dtype)
+                    flat = table.flatten().to(score)
                     score = score + factor * flat[offset + b * sb + h * sh + q * sq + k * sk]
         return score
 
