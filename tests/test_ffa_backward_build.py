@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ from magi_flex.kernels.ffa_backward_schedule import (
     plan_backward,
     tile_steps,
 )
-from magi_flex.kernels.request import Multiply, RequestFacts, ScoreStep, Softcap
+from magi_flex.kernels.request import Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import build_tile_plan
@@ -35,7 +33,7 @@ ROWS, KEYS = 64, 128
         BackwardInstance(torch.bfloat16, 128, 128, 80),
         BackwardInstance(torch.bfloat16, 256, 256, 64, 64, False),
         BackwardInstance(torch.float16, 128, 128, wide=True, wide_out=True),
-        BackwardInstance(torch.float16, 64, 64),
+        BackwardInstance(torch.float16, 64, 64, 128),
     ],
     ids=str,
 )
@@ -121,26 +119,14 @@ def test_the_plan_must_have_key_tiles() -> None:
         make_backward_schedule(plan, 1, 1)
 
 
-def test_what_the_backward_leaves_to_others_until_it_has_run() -> None:
-    def reservations(dim: int, steps: tuple[type[ScoreStep], ...] = (), deterministic: bool = False) -> list[str]:
-        device = torch.device("cuda")
-        facts = RequestFacts(device, torch.bfloat16, dim, dim, 8, 8, steps, False, True, False, deterministic)
-        assert FfaBackend().objections(facts) == []
-        assert FfaBackend().reservations(replace(facts, needs_backward=False)) == []
-        return FfaBackend().reservations(facts)
-
-    assert reservations(128) == reservations(128, (Multiply,)) == []
-    assert reservations(192) == ["its backward with head dims 192 and 192"]
-    assert reservations(64, (Multiply, Softcap)) == ["its backward with score steps"]
-    assert reservations(64, deterministic=True) == ["its backward with a fixed order of sums"]
-
-
-def test_auto_does_not_take_what_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_has_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FfaBackend, "missing", lambda self, device: None)
-    facts = RequestFacts(torch.device("cuda"), torch.bfloat16, 256, 256, 8, 8, (), False, True, False)
-    reason = "its backward with head dims 256 and 256 has not run on a GPU yet, so it must be chosen by name"
-    assert dict(explain_route(facts))["ffa"][0].startswith(reason)
-    assert dict(explain_route(facts, "ffa"))["ffa"] == []
+    for dim, steps, deterministic in ((128, (Multiply,), False), (256, (), False), (64, (Softcap,), True)):
+        facts = RequestFacts(
+            torch.device("cuda"), torch.bfloat16, dim, dim, 8, 8, steps, False, True, False, deterministic
+        )
+        assert FfaBackend().reservations(facts) == []
+        assert dict(explain_route(facts))["ffa"] == []
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")

@@ -36,7 +36,6 @@ from magi_flex.kernels.request import (
     Backend,
     Bias,
     Distance,
-    Multiply,
     RequestFacts,
 )
 from magi_flex.kernels.score_split import leading_factors
@@ -79,8 +78,8 @@ _BACKWARD = {
     (192, 192): (64, 64, False),
     (256, 256): (64, 64, False),
 }
-# Query rows of a step where dq is summed without a score mod, which leaves registers for longer ones.
-_LONG_STEPS = {(128, 128): 80}
+# Query rows of a step without a score mod, which leaves registers for longer ones.
+_LONG_STEPS = {(64, 64): 128, (128, 128): 80}
 # Of the gradient_q kernel: (keys of a tile, buffers of K, buffers of V).
 _GRADIENT_Q = {
     (64, 64): (128, 3, 2),
@@ -125,18 +124,6 @@ class FfaBackend(Backend):
         if facts.score_grads:
             found.append("gradients of what a score mod captures are not computed")
         return found
-
-    def reservations(self, facts: RequestFacts) -> list[str]:
-        if not facts.needs_backward:
-            return []
-        found = []
-        if max(facts.head_dim, facts.v_head_dim) > 128:
-            found.append(f"head dims {facts.head_dim} and {facts.v_head_dim}")
-        if any(step is not Multiply for step in facts.score_steps or ()):
-            found.append("score steps")
-        if facts.deterministic:
-            found.append("a fixed order of sums")
-        return [f"its backward with {what}" for what in found]
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
@@ -377,9 +364,8 @@ def backward_instance(
     pair = next((pair for pair in _BACKWARD if head_dim <= pair[0] and v_dim <= pair[1]), None)
     assert pair is not None, "objections() turns other head dims away"
     rows, keys, sum_dq = _BACKWARD[pair]
-    if deterministic:
-        sum_dq = False
-    elif not (score_steps or generated):
+    sum_dq = sum_dq and not deterministic
+    if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
     return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
 
