@@ -52,8 +52,9 @@ class TilePlan:
         partial_ptr, partial_runs: int32 ``[N + 1]``, ``[P, 2]``: the mask must be applied.
     Plans that are built on the device (magi_flex/kernels/device_plans.py) have unused capacity: row tiles past
     ``head_ptr[-1]`` are empty (begin = end = 0), entries of run lists past the last one of their ``ptr`` mean nothing.
-    Runs of one row tile (full and partial together) are disjoint, and ascending in each list; pairs outside of all
-    runs do not attend.  On the fixed grid runs begin and end at multiples of the step (or end at the last key).
+    No run is empty.  Runs of one row tile (full and partial together) are disjoint, and ascending in each list; pairs
+    outside of all runs do not attend.  On the fixed grid runs begin and end at multiples of the step (or end at the
+    last key).
     """
 
     q_tile: int

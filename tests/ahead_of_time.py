@@ -2,7 +2,7 @@
 
     python -m tests.ahead_of_time 90 [--head-dim 128] [--dtype float16] [--general] [--features]    # for 9.0
 
-Prints a JSON line a kernel: name, seconds, shared memory, registers, spilled bytes, and counts of instructions.
+Prints a JSON line a kernel: name, seconds, shared memory, what :func:`usage` says, and counts of instructions.
 """
 
 from __future__ import annotations
@@ -67,14 +67,20 @@ def compile_only(capability: int, report: Any) -> None:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
+    """Registers, spilled bytes, and how many matrix products of warp groups there are, in how many groups: the compiler
+    may make each a group of its own and wait for it, which is slow."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    return {"registers": int(found[1]), "spilled": int(found[2])}
+    products = {"hgmma": code.count("HGMMA"), "hgmma_groups": code.count("WARPGROUP.ARRIVE")}
+    return {"registers": int(found[1]), "spilled": int(found[2]), **products}
 
 
 def softened(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor, rate: Tensor) -> Tensor:

@@ -47,13 +47,13 @@ _TABLE: dict[tuple[str, int], tuple[tuple[int, Tiles], ...]] = {
     ),
     ("kv", 2): (
         (32, Tiles(64, 64, 4, 3)),
-        (128, Tiles(64, 128, 8, 2)),
+        (128, Tiles(64, 128, 8, 3)),
         (256, Tiles(64, 64, 8, 1)),
         (512, Tiles(32, 32, 8, 1)),
     ),
     ("q", 2): (
         (32, Tiles(64, 64, 4, 3)),
-        (128, Tiles(128, 64, 8, 2)),
+        (128, Tiles(128, 64, 8, 3)),
         (256, Tiles(64, 64, 8, 1)),
         (512, Tiles(32, 32, 8, 1)),
     ),
@@ -81,11 +81,10 @@ def shared_bytes(direction: str, tiles: Tiles, head_dim: int, v_dim: int, elemen
     both = head_dim + v_dim
     if direction == "forward":
         kept, streamed = tiles.rows * head_dim, tiles.keys * both
-        weights = tiles.rows * tiles.keys if element_size == 4 else 0  # 16-bit ones stay in registers
     else:
         sizes = (tiles.keys, tiles.rows) if direction == "kv" else (tiles.rows, tiles.keys)
         kept, streamed = sizes[0] * both, sizes[1] * both
-        weights = tiles.rows * tiles.keys
+    weights = tiles.rows * tiles.keys if element_size == 4 else 0  # 16-bit ones stay in registers
     return element_size * (kept + tiles.stages * streamed + weights) + _REDUCTION_BYTES
 
 

@@ -1,7 +1,7 @@
 """The Triton forward kernel, and the kernel that merges the parts of rows whose keys were split.
 
-A program walks the key runs of one row tile: partial runs with the mask applied, full runs without any masking.  Online
-softmax in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2, Dao, 2023).
+A program walks the key runs of one row tile, see triton_runs.  Online softmax in base 2 (Milakov and Gimelshein, 2018;
+FlashAttention-2, Dao, 2023).
 
 Shape legend: M rows and N keys of a tile, D query/key head dim, E value head dim (both padded to powers of two).
 """
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from magi_flex.kernels.triton_mask import attends
+from magi_flex.kernels.triton_runs import is_masked, next_step, read_record, run_bounds
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -47,7 +48,10 @@ def mod_index(table, index, index_ok):
 
 
 # What changes from call to call: a kernel that knows more about it would be compiled again.
-VARYING = ["score_args", "d_args", "d_captures", "row_tiles", "col_tiles", "head_tiles", "q_len", "rows", "splits"]
+VARYING = [
+    "score_args", "d_args", "d_captures", "row_tiles", "col_tiles", "head_tiles", "q_len", "rows", "splits",
+    "heads", "group", "mask_batch", "mask_heads", "replica_heads", "records", "partial_runs", "full_runs",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -57,9 +61,9 @@ def forward_kernel(
     mask, records, partial_runs, full_runs,
     score_args, index_maps,
     row_tiles, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
-    SCORE: tl.constexpr, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr, BOUNDED: tl.constexpr,
+    SCORE: tl.constexpr, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr, FUSED_SCALE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr, POSITIVE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One row tile of one batch entry and head (of PACK heads that share a key head), or one split of its steps.
 
@@ -71,16 +75,14 @@ def forward_kernel(
         index_maps: (b offset, h offset, q index or None, k index or None), see IndexMap.
         replica_heads: programs of a batch entry that share a mask head.
         SCORE: generated function of the score mod, or None.
-        FUSED_SCALE: the scale is not negative, so that maxima may be taken before scaling.
+        POSITIVE_SCALE: maxima may be taken before scaling.
     """
     tile = tl.program_id(0) % row_tiles
     replica = tl.program_id(0) // row_tiles
-    record = records + tile.to(tl.int64) * 8
-    first = tl.load(record)
-    end = tl.load(record + 1)
+    first, end, mask_head, partial_lo, full_lo, full_hi, step_hi = read_record(records + tile.to(tl.int64) * 8)
     if first >= end:
         return
-    mask_head = tl.load(record + 2)
+    runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
     if mask_batch > 1:
         b = mask_head // mask_heads
     else:
@@ -101,11 +103,19 @@ def forward_kernel(
     g = h_0 // group
 
     step_lo = 0
-    step_hi = tl.load(record + 7)
     if SPLIT:
         steps = step_hi.to(tl.int64)
         step_lo = (steps * tl.program_id(1) // tl.num_programs(1)).to(tl.int32)
         step_hi = (steps * (tl.program_id(1) + 1) // tl.num_programs(1)).to(tl.int32)
+    run = 0
+    key, stop = run_bounds(runs, run, step_lo < step_hi)
+    if SPLIT:
+        skip = step_lo
+        while skip * N >= stop - key and step_lo < step_hi:
+            skip -= tl.cdiv(stop - key, N)
+            run += 1
+            key, stop = run_bounds(runs, run)
+        key += skip * N
 
     d = tl.arange(0, D)
     e = tl.arange(0, E)
@@ -120,20 +130,36 @@ def forward_kernel(
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, E], tl.float32)
-    acc, total, top, passed = visit_keys(
-        acc, total, top, tl.full([], 0, tl.int32), q_MD, k_base, v_base, k_strides[2], v_strides[2],
-        full_runs, tl.load(record + 5), tl.load(record + 6), step_lo, step_hi,
-        mask, mask_head, row[:, None], row_ok[:, None], first, q_len, d, e,
-        score_args, mod_b, mod_h, mod_q, index_maps[3], scale,
-        SCORE, SLOTS, BIT_TILES, False, BOUNDED, HEAD_DIM, V_DIM, N, SPLIT, FUSED_SCALE,
-    )  # fmt: skip
-    acc, total, top, passed = visit_keys(
-        acc, total, top, passed, q_MD, k_base, v_base, k_strides[2], v_strides[2],
-        partial_runs, tl.load(record + 3), tl.load(record + 4), step_lo, step_hi,
-        mask, mask_head, row[:, None], row_ok[:, None], first, q_len, d, e,
-        score_args, mod_b, mod_h, mod_q, index_maps[3], scale,
-        SCORE, SLOTS, BIT_TILES, True, True, HEAD_DIM, V_DIM, N, SPLIT, FUSED_SCALE,
-    )  # fmt: skip
+    # A factor that is not negative may be applied behind the maximum.
+    if SCORE is None and POSITIVE_SCALE:
+        to_base_2 = scale * LOG2_E
+    else:
+        to_base_2 = tl.full([], LOG2_E, tl.float32)
+    for step in range(step_lo, step_hi):
+        col = key + tl.arange(0, N)
+        col_ok = col < stop
+        k_DN = load_tile(k_base, col[None, :], k_strides[2], col_ok[None, :], d[:, None], HEAD_DIM, True)
+        scores = tl.dot(q_MD, k_DN, input_precision="ieee")
+        if SCORE is None:
+            if not POSITIVE_SCALE:
+                scores = scores * scale
+        else:
+            mod_k = mod_index(index_maps[3], col, col_ok)[None, :]
+            scores = SCORE(scores * scale, mod_b, mod_h, mod_q, mod_k, score_args)
+        if is_masked(runs, run, key, stop, N):
+            seen = attends(
+                mask, row[:, None], row_ok[:, None], first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
+            )
+            scores = tl.where(seen & col_ok[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * to_base_2)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores * to_base_2 - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weights, 1)
+        v_NE = load_tile(v_base, col[:, None], v_strides[2], col_ok[:, None], e[None, :], V_DIM, True)
+        acc = tl.dot(weights.to(v_NE.dtype), v_NE, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+        run, key, stop = next_step(runs, run, key, stop, step + 1 < step_hi, N)
 
     # No weight at all: an empty row.  (A NaN among the scores makes the total NaN, not 0.)
     empty = total == 0.0
@@ -148,63 +174,6 @@ def forward_kernel(
     tl.store(at, out_ME.to(out.dtype.element_ty), mask=row_ok[:, None] & (e[None, :] < V_DIM))
     tl.store(lse + stat, lse_M, mask=row_ok)
     tl.store(max_score + stat, top, mask=row_ok)
-
-
-@triton.jit
-def visit_keys(
-    acc, total, top, passed, q_MD, k_base, v_base, k_stride, v_stride,
-    runs, run_lo, run_hi, step_lo, step_hi,
-    mask, mask_head, row_M1, row_ok_M1, row_0, q_len, d, e,
-    score_args, mod_b, mod_h, mod_q, k_index, scale,
-    SCORE: tl.constexpr, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, FUSED_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys of runs ``run_lo`` to ``run_hi``; where SPLIT, of their steps from step_lo to step_hi only.
-
-    ``passed`` counts the steps of the runs so far.  MASKED: the mask is applied; BOUNDED: a run may end inside a step.
-    """
-    for run in range(run_lo, run_hi):
-        begin = tl.load(runs + 2 * run)
-        stop = tl.load(runs + 2 * run + 1)
-        from_key = begin
-        to_key = stop
-        if SPLIT:
-            from_key = begin + tl.maximum(step_lo - passed, 0) * N
-            to_key = tl.minimum(begin + tl.maximum(step_hi - passed, 0) * N, stop)
-            passed += tl.cdiv(stop - begin, N)
-        for key in range(from_key, to_key, N):
-            col = key + tl.arange(0, N)
-            col_ok = col < stop
-            k_DN = load_tile(k_base, col[None, :], k_stride, col_ok[None, :], d[:, None], HEAD_DIM, BOUNDED)
-            scores = tl.dot(q_MD, k_DN, input_precision="ieee")
-            plain: tl.constexpr = SCORE is None and FUSED_SCALE and not BOUNDED
-            if plain:
-                new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2_E))
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
-                fade = tl.exp2(top - shift)
-            else:
-                if SCORE is None:
-                    scores = scores * (scale * LOG2_E)
-                else:
-                    mod_k = mod_index(k_index, col, col_ok)[None, :]
-                    scores = SCORE(scores * scale, mod_b, mod_h, mod_q, mod_k, score_args) * LOG2_E
-                if MASKED:
-                    seen = attends(
-                        mask, row_M1, row_ok_M1, row_0, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
-                    )
-                    scores = tl.where(seen & col_ok[None, :], scores, float("-inf"))
-                elif BOUNDED:
-                    scores = tl.where(col_ok[None, :], scores, float("-inf"))
-                new_top = tl.maximum(top, tl.max(scores, 1))
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = tl.exp2(scores - shift[:, None])
-                fade = tl.exp2(top - shift)
-            total = total * fade + tl.sum(weights, 1)
-            v_NE = load_tile(v_base, col[:, None], v_stride, col_ok[:, None], e[None, :], V_DIM, BOUNDED)
-            acc = tl.dot(weights.to(v_NE.dtype), v_NE, acc * fade[:, None], input_precision="ieee")
-            top = new_top
-    return acc, total, top, passed
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -110,8 +110,8 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
             _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, _index_maps(request.score.index_map),
             schedule.row_tiles, q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
-            SCORE=score.score, **_mask_constants(plan), BOUNDED=schedule.bounded, **_dims(request),
-            M=rows, N=tiles.keys, PACK=pack, SPLIT=splits > 1, FUSED_SCALE=scale >= 0,
+            SCORE=score.score, **_mask_constants(plan), **_dims(request),
+            M=rows, N=tiles.keys, PACK=pack, SPLIT=splits > 1, POSITIVE_SCALE=scale > 0,
             num_warps=tiles.warps if rows >= 64 else 4, num_stages=tiles.stages,
         )  # fmt: skip
         if splits > 1:
@@ -128,19 +128,19 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 
-def delta(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None) -> Tensor:
-    """sum(out * d_out) - d_lse * log2(e), float32 ``[B, H, Q]``."""
+def row_statistics(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(LSE, delta), float32 ``[B, H, Q]`` contiguous: see delta_kernel."""
     out, d_out = unit_stride(out), unit_stride(d_out)
     batch, heads, q_len, v_dim = out.shape
-    result = torch.empty((batch, heads, q_len), dtype=torch.float32, device=out.device)
+    kept_lse, delta = (torch.empty((batch, heads, q_len), dtype=torch.float32, device=out.device) for _ in range(2))
     block = max(1, _ROW_BYTES // (4 * padded(v_dim)))
     with _on(out.device):
-        delta_kernel[(-(-result.numel() // block),)](
-            out, d_out, lse, d_lse, result,
+        delta_kernel[(-(-delta.numel() // block),)](
+            out, d_out, lse, d_lse, delta, kept_lse,
             _strides(out), _strides(d_out), _strides(lse), (0, 0, 0) if d_lse is None else _strides(d_lse),
-            result.numel(), q_len, heads, V_DIM=v_dim, E=padded(v_dim), M=block,
+            delta.numel(), q_len, heads, V_DIM=v_dim, E=padded(v_dim), M=block,
         )  # fmt: skip
-    return result
+    return kept_lse, delta
 
 
 def _like(request: AttentionRequest, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def backward_kv(
     delta_BHQ: Tensor,
     tiles: Tiles,
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv); ``lse`` and ``delta_BHQ`` are contiguous, nothing is empty."""
+    """(dk, dv); ``lse`` and ``delta_BHQ`` come from row_statistics, nothing is empty."""
     q, k, v, d_out = (unit_stride(x) for x in (request.q, request.k, request.v, d_out))
     plan = request.plan
     batch, heads, q_len, _ = q.shape
@@ -177,7 +177,7 @@ def backward_kv(
             score.args, score.d_args, _index_maps(request.score.index_map),
             col_tiles, -(-k.shape[2] // tiles.keys) if apart else 0,
             q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
-            SCORE=score.score, D_SCORE=score.d_score, **_mask_constants(plan), BOUNDED=schedule.bounded,
+            SCORE=score.score, D_SCORE=score.d_score, **_mask_constants(plan),
             **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return dk, dv
@@ -192,7 +192,7 @@ def backward_q(
     delta_BHQ: Tensor,
     tiles: Tiles,
 ) -> Tensor:
-    """dq; adds to ``score.grads``.  ``lse`` and ``delta_BHQ`` are contiguous, nothing is empty."""
+    """dq; adds to ``score.grads``.  ``lse`` and ``delta_BHQ`` come from row_statistics, nothing is empty."""
     q, k, v, d_out = (unit_stride(x) for x in (request.q, request.k, request.v, d_out))
     plan = request.plan
     batch, heads, q_len, _ = q.shape
@@ -207,7 +207,7 @@ def backward_q(
             score.args, score.d_args, score.grads, _index_maps(request.score.index_map),
             schedule.row_tiles, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, D_CAPTURES=score.d_captures,
-            **_mask_constants(plan), BOUNDED=schedule.bounded,
+            **_mask_constants(plan),
             **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return dq
