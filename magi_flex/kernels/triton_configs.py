@@ -40,7 +40,7 @@ class Tiles:
 # By direction and bytes of an element: (largest padded head dim, tiles), ascending.
 _TABLE: dict[tuple[str, int], tuple[tuple[int, Tiles], ...]] = {
     ("forward", 2): (
-        (64, Tiles(128, 128, 4, 3)),
+        (64, Tiles(128, 128, 8, 3)),
         (128, Tiles(128, 64, 8, 3)),
         (256, Tiles(128, 64, 8, 2)),
         (512, Tiles(64, 32, 8, 1)),
