@@ -15,7 +15,7 @@ import triton.language as tl
 
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, load_tile, mod_index
 from magi_flex.kernels.triton_mask import attends
-from magi_flex.kernels.triton_runs import is_masked, next_step, read_record, run_bounds
+from magi_flex.kernels.triton_runs import step_range
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -55,7 +55,7 @@ def kv_kernel(
     q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides,
     mask, records, partial_runs, full_runs, score_args, d_args, index_maps,
     col_tiles, head_tiles, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
-    SCORE: tl.constexpr, D_SCORE: tl.constexpr, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr,
+    SCORE: tl.constexpr, D_SCORE: tl.constexpr, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr, TAILS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -74,9 +74,11 @@ def kv_kernel(
     if head_tiles > 0:
         tile = tile // head_tiles * group * head_tiles + tile % head_tiles
     record = records + tile * 8
-    first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
+    first = tl.load(record)
+    end = tl.load(record + 1)
     if first >= end:
         return
+    mask_head = tl.load(record + 2)
     if mask_batch > 1:
         b = mask_head // mask_heads
     else:
@@ -97,53 +99,87 @@ def kv_kernel(
     mod_k = mod_index(index_maps[3], col, col_ok)[:, None]
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_NE = tl.zeros([N, E], tl.float32)
+    # Masks take registers, of which a step with all of M would leave none for products that overlap.
+    MASKED_M: tl.constexpr = M // 2 if M > 32 else M
     for member in range(group):
         h = g * group + member
         q_base = q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
         d_out_base = d_out + b.to(tl.int64) * d_out_strides[0] + h.to(tl.int64) * d_out_strides[1]
         stat = (b.to(tl.int64) * heads + h) * q_len
-        if head_tiles > 0:
-            own = record + tl.cast(head_tiles, tl.int64) * 8 * member
-            _, _, mask_head, partial_lo, full_lo, full_hi, steps = read_record(own)
-        runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-        run = 0
-        row_0, stop = run_bounds(runs, run, steps > 0)
-        for step in range(steps):  # tiles are transposed: [keys, queries]
-            row = row_0 + tl.arange(0, M)
-            row_ok = row < stop
-            masked = is_masked(runs, run, row_0, stop, M)
-            q_MD = load_tile(q_base, row[:, None], q_strides[2], row_ok[:, None], d[None, :], HEAD_DIM, True)
-            scores = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee")
-            lse_M = tl.load(lse + stat + row_0 + tl.arange(0, M), mask=row_ok, other=float("inf"))
-            if SCORE is None:
-                weights = tl.exp2(scores * (scale * LOG2_E) - lse_M[None, :])
-            else:
-                scores = scores * scale
-                mod_q = mod_index(index_maps[2], row, row_ok)[None, :]
-                modified = SCORE(scores, b + index_maps[0], h + index_maps[1], mod_q, mod_k, score_args)
-                weights = tl.exp2(modified * LOG2_E - lse_M[None, :])
-            seen = row_ok[None, :] & col_ok[:, None]
-            if masked:
-                seen = seen & attends(
-                    mask, row[None, :], row_ok[None, :], row_0, col[:, None], first, mask_head, q_len, SLOTS, BIT_TILES
-                )
-                weights = tl.where(seen, weights, 0.0)
-            d_out_ME = load_tile(d_out_base, row[:, None], d_out_strides[2], row_ok[:, None], e[None, :], V_DIM, True)
-            d_weights = tl.dot(v_NE, tl.trans(d_out_ME), input_precision="ieee")
-            dv_NE = tl.dot(weights.to(d_out_ME.dtype), d_out_ME, dv_NE, input_precision="ieee")
-            delta_M = tl.load(delta + stat + row_0 + tl.arange(0, M), mask=row_ok, other=0.0)
-            d_scores = weights * (d_weights - delta_M[None, :])
-            if D_SCORE is not None:
-                d_scores = D_SCORE(scores, b + index_maps[0], h + index_maps[1], mod_q, mod_k, d_scores, d_args)
-                d_scores = tl.where(seen, d_scores, 0.0)
-            dk_ND = tl.dot(d_scores.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
-            run, row_0, stop = next_step(runs, run, row_0, stop, step + 1 < steps, M)
+        own = record + tl.cast(head_tiles, tl.int64) * 8 * member
+        own_mask = tl.load(own + 2)
+        full_lo = tl.load(own + 5)
+        full_hi = tl.load(own + 6)
+        dk_ND, dv_NE = visit_queries(
+            dk_ND, dv_NE, k_ND, v_NE, q_base, d_out_base, lse + stat, delta + stat, q_strides[2], d_out_strides[2],
+            partial_runs, 0, 0, full_runs, full_lo, full_hi,
+            mask, own_mask, col[:, None], col_ok[:, None], first, q_len, d, e,
+            score_args, d_args, b + index_maps[0], h + index_maps[1], index_maps[2], mod_k, scale,
+            SCORE, D_SCORE, SLOTS, BIT_TILES, False, HEAD_DIM, V_DIM, M,
+        )  # fmt: skip
+        dk_ND, dv_NE = visit_queries(
+            dk_ND, dv_NE, k_ND, v_NE, q_base, d_out_base, lse + stat, delta + stat, q_strides[2], d_out_strides[2],
+            partial_runs, tl.load(own + 3), tl.load(own + 4), full_runs, full_lo, full_hi if TAILS else full_lo,
+            mask, own_mask, col[:, None], col_ok[:, None], first, q_len, d, e,
+            score_args, d_args, b + index_maps[0], h + index_maps[1], index_maps[2], mod_k, scale,
+            SCORE, D_SCORE, SLOTS, BIT_TILES, True, HEAD_DIM, V_DIM, MASKED_M,
+        )  # fmt: skip
     dk_base = dk + b.to(tl.int64) * dk_strides[0] + g.to(tl.int64) * dk_strides[1]
     dv_base = dv + b.to(tl.int64) * dv_strides[0] + g.to(tl.int64) * dv_strides[1]
     at = dk_base + col[:, None].to(tl.int64) * dk_strides[2] + d[None, :]
     tl.store(at, (dk_ND * scale).to(dk.dtype.element_ty), mask=col_ok[:, None] & (d[None, :] < HEAD_DIM))
     at = dv_base + col[:, None].to(tl.int64) * dv_strides[2] + e[None, :]
     tl.store(at, dv_NE.to(dv.dtype.element_ty), mask=col_ok[:, None] & (e[None, :] < V_DIM))
+
+
+@triton.jit
+def visit_queries(
+    dk_ND, dv_NE, k_ND, v_NE, q_base, d_out_base, lse, delta, q_stride, d_out_stride,
+    partial_runs, partial_lo, partial_hi, full_runs, full_lo, full_hi,
+    mask, mask_head, col_N1, col_ok_N1, col_0, q_len, d, e,
+    score_args, d_args, mod_b, mod_h, q_index, mod_k, scale,
+    SCORE: tl.constexpr, D_SCORE: tl.constexpr, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Adds the queries of some runs, see step_range.  Tiles are transposed: [keys, queries]."""
+    for run in range(0, partial_hi - partial_lo + full_hi - full_lo):
+        begin, stop = step_range(partial_runs, partial_lo, partial_hi, full_runs, full_lo, run, M, MASKED)
+        for first in range(begin, stop, M):
+            row = first + tl.arange(0, M)
+            row_ok = row < stop
+            q_MD = load_tile(q_base, row[:, None], q_stride, row_ok[:, None], d[None, :], HEAD_DIM, MASKED)
+            scores = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee")
+            if MASKED:
+                lse_M = tl.load(lse + first + tl.arange(0, M), mask=row_ok, other=float("inf"))
+                delta_M = tl.load(delta + first + tl.arange(0, M), mask=row_ok, other=0.0)
+            else:
+                lse_M = tl.load(lse + first + tl.arange(0, M))
+                delta_M = tl.load(delta + first + tl.arange(0, M))
+            if SCORE is None:
+                weights = tl.exp2(scores * (scale * LOG2_E) - lse_M[None, :])
+            else:
+                scores = scores * scale
+                mod_q = mod_index(q_index, row, row_ok)[None, :]
+                modified = SCORE(scores, mod_b, mod_h, mod_q, mod_k, score_args)
+                weights = tl.exp2(modified * LOG2_E - lse_M[None, :])
+            if MASKED:
+                seen = attends(
+                    mask, row[None, :], row_ok[None, :], first, col_N1, col_0, mask_head, q_len, SLOTS, BIT_TILES
+                )
+                seen = seen & row_ok[None, :] & col_ok_N1
+                weights = tl.where(seen, weights, 0.0)
+            d_out_ME = load_tile(d_out_base, row[:, None], d_out_stride, row_ok[:, None], e[None, :], V_DIM, MASKED)
+            d_weights = tl.dot(v_NE, tl.trans(d_out_ME), input_precision="ieee")
+            dv_NE = tl.dot(weights.to(d_out_ME.dtype), d_out_ME, dv_NE, input_precision="ieee")
+            d_scores = weights * (d_weights - delta_M[None, :])
+            if D_SCORE is not None:
+                d_scores = D_SCORE(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args)
+                if MASKED:
+                    d_scores = tl.where(seen, d_scores, 0.0)
+                else:
+                    d_scores = tl.where(row_ok[None, :] & col_ok_N1, d_scores, 0.0)
+            dk_ND = tl.dot(d_scores.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
+    return dk_ND, dv_NE
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -153,7 +189,7 @@ def q_kernel(
     mask, records, partial_runs, full_runs, score_args, d_args, d_captures, index_maps,
     row_tiles, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: tl.constexpr, D_SCORE: tl.constexpr, D_CAPTURES: tl.constexpr,
-    SLOTS: tl.constexpr, BIT_TILES: tl.constexpr,
+    SLOTS: tl.constexpr, BIT_TILES: tl.constexpr, TAILS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -163,9 +199,12 @@ def q_kernel(
     """
     tile = (tl.program_id(0) % row_tiles).to(tl.int64)
     replica = tl.program_id(0) // row_tiles
-    first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(records + tile * 8)
+    record = records + tile * 8
+    first = tl.load(record)
+    end = tl.load(record + 1)
     if first >= end:
         return
+    mask_head = tl.load(record + 2)
     if mask_batch > 1:
         b = mask_head // mask_heads
     else:
@@ -191,42 +230,67 @@ def q_kernel(
     delta_M = tl.load(delta + stat, mask=row_ok, other=0.0)
     mod_q = mod_index(index_maps[2], row, row_ok)[:, None]
 
-    runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-    run = 0
-    key, stop = run_bounds(runs, run, steps > 0)
+    full_lo = tl.load(record + 5)
+    full_hi = tl.load(record + 6)
     dq_MD = tl.zeros([M, D], tl.float32)
-    for step in range(steps):
-        col = key + tl.arange(0, N)
-        col_ok = col < stop
-        masked = is_masked(runs, run, key, stop, N)
-        k_ND = load_tile(k_base, col[:, None], k_strides[2], col_ok[:, None], d[None, :], HEAD_DIM, True)
-        scores = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-        if SCORE is None:
-            weights = tl.exp2(scores * (scale * LOG2_E) - lse_M[:, None])
-        else:
-            scores = scores * scale
-            mod_k = mod_index(index_maps[3], col, col_ok)[None, :]
-            modified = SCORE(scores, b + index_maps[0], h + index_maps[1], mod_q, mod_k, score_args)
-            weights = tl.exp2(modified * LOG2_E - lse_M[:, None])
-        seen = row_ok[:, None] & col_ok[None, :]
-        if masked:
-            seen = seen & attends(
-                mask, row[:, None], row_ok[:, None], first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
-            )
-            weights = tl.where(seen, weights, 0.0)
-        v_NE = load_tile(v_base, col[:, None], v_strides[2], col_ok[:, None], e[None, :], V_DIM, True)
-        d_weights = tl.dot(d_out_ME, tl.trans(v_NE), input_precision="ieee")
-        d_scores = weights * (d_weights - delta_M[:, None])
-        if D_SCORE is not None:
-            if D_CAPTURES is None:
-                d_scores = D_SCORE(scores, b + index_maps[0], h + index_maps[1], mod_q, mod_k, d_scores, d_args)
-            else:
-                d_scores = D_CAPTURES(
-                    scores, b + index_maps[0], h + index_maps[1], mod_q, mod_k, d_scores, d_args, seen, d_captures
-                )
-            d_scores = tl.where(seen, d_scores, 0.0)
-        dq_MD = tl.dot(d_scores.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
-        run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
+    dq_MD = visit_keys_again(
+        dq_MD, q_MD, d_out_ME, lse_M, delta_M, k_base, v_base, k_strides[2], v_strides[2],
+        partial_runs, 0, 0, full_runs, full_lo, full_hi,
+        mask, mask_head, row[:, None], row_ok[:, None], first, q_len, d, e,
+        score_args, d_args, d_captures, b + index_maps[0], h + index_maps[1], mod_q, index_maps[3], scale,
+        SCORE, D_SCORE, D_CAPTURES, SLOTS, BIT_TILES, False, HEAD_DIM, V_DIM, N,
+    )  # fmt: skip
+    dq_MD = visit_keys_again(
+        dq_MD, q_MD, d_out_ME, lse_M, delta_M, k_base, v_base, k_strides[2], v_strides[2],
+        partial_runs, tl.load(record + 3), tl.load(record + 4), full_runs, full_lo, full_hi if TAILS else full_lo,
+        mask, mask_head, row[:, None], row_ok[:, None], first, q_len, d, e,
+        score_args, d_args, d_captures, b + index_maps[0], h + index_maps[1], mod_q, index_maps[3], scale,
+        SCORE, D_SCORE, D_CAPTURES, SLOTS, BIT_TILES, True, HEAD_DIM, V_DIM, N,
+    )  # fmt: skip
     dq_base = dq + b.to(tl.int64) * dq_strides[0] + h.to(tl.int64) * dq_strides[1]
     at = dq_base + row[:, None].to(tl.int64) * dq_strides[2] + d[None, :]
     tl.store(at, (dq_MD * scale).to(dq.dtype.element_ty), mask=row_ok[:, None] & (d[None, :] < HEAD_DIM))
+
+
+@triton.jit
+def visit_keys_again(
+    dq_MD, q_MD, d_out_ME, lse_M, delta_M, k_base, v_base, k_stride, v_stride,
+    partial_runs, partial_lo, partial_hi, full_runs, full_lo, full_hi,
+    mask, mask_head, row_M1, row_ok_M1, row_0, q_len, d, e,
+    score_args, d_args, d_captures, mod_b, mod_h, mod_q, k_index, scale,
+    SCORE: tl.constexpr, D_SCORE: tl.constexpr, D_CAPTURES: tl.constexpr,
+    SLOTS: tl.constexpr, BIT_TILES: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys of some runs, see step_range."""
+    for run in range(0, partial_hi - partial_lo + full_hi - full_lo):
+        begin, stop = step_range(partial_runs, partial_lo, partial_hi, full_runs, full_lo, run, N, MASKED)
+        for key in range(begin, stop, N):
+            col = key + tl.arange(0, N)
+            col_ok = col < stop
+            k_ND = load_tile(k_base, col[:, None], k_stride, col_ok[:, None], d[None, :], HEAD_DIM, MASKED)
+            scores = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+            if SCORE is None:
+                weights = tl.exp2(scores * (scale * LOG2_E) - lse_M[:, None])
+            else:
+                scores = scores * scale
+                mod_k = mod_index(k_index, col, col_ok)[None, :]
+                modified = SCORE(scores, mod_b, mod_h, mod_q, mod_k, score_args)
+                weights = tl.exp2(modified * LOG2_E - lse_M[:, None])
+            if MASKED:
+                seen = attends(mask, row_M1, row_ok_M1, row_0, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES)
+                seen = seen & row_ok_M1 & col_ok[None, :]
+                weights = tl.where(seen, weights, 0.0)
+            v_NE = load_tile(v_base, col[:, None], v_stride, col_ok[:, None], e[None, :], V_DIM, MASKED)
+            d_weights = tl.dot(d_out_ME, tl.trans(v_NE), input_precision="ieee")
+            d_scores = weights * (d_weights - delta_M[:, None])
+            if D_SCORE is not None:
+                if not MASKED:
+                    seen = row_ok_M1 & col_ok[None, :]
+                if D_CAPTURES is None:
+                    d_scores = D_SCORE(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args)
+                else:
+                    d_scores = D_CAPTURES(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args, seen, d_captures)
+                d_scores = tl.where(seen, d_scores, 0.0)
+            dq_MD = tl.dot(d_scores.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
+    return dq_MD

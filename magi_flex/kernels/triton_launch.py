@@ -177,7 +177,7 @@ def backward_kv(
             score.args, score.d_args, _index_maps(request.score.index_map),
             col_tiles, -(-k.shape[2] // tiles.keys) if apart else 0,
             q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
-            SCORE=score.score, D_SCORE=score.d_score, **_mask_constants(plan),
+            SCORE=score.score, D_SCORE=score.d_score, **_mask_constants(plan), TAILS=schedule.bounded,
             **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return dk, dv
@@ -207,7 +207,7 @@ def backward_q(
             score.args, score.d_args, score.grads, _index_maps(request.score.index_map),
             schedule.row_tiles, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, D_CAPTURES=score.d_captures,
-            **_mask_constants(plan),
+            **_mask_constants(plan), TAILS=schedule.bounded,
             **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return dq

@@ -1,7 +1,8 @@
 """Walking the runs of a row tile inside a Triton kernel: first the full ones, then the partial ones, step by step.
 
-All steps are one loop, whose body asks whether the mask must be applied: so loads for the next steps are under way
-across the borders of runs, and the code of a step is compiled once.
+The forward kernel has one loop over all steps, whose body asks whether the mask must be applied: loads for the next
+steps are under way across the borders of runs.  The backward kernels, which need all registers for unmasked steps, have
+two loops, see step_range.
 """
 
 from __future__ import annotations
@@ -48,3 +49,24 @@ def next_step(runs, run, key, stop, more, STEP: tl.constexpr):
     run += ended.to(tl.int32)
     key, stop = run_bounds(runs, run, ended & more, key, stop)
     return run, key, stop
+
+
+@triton.jit
+def step_range(partial_runs, partial_lo, partial_hi, full_runs, full_lo, run, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """(first, end) of what is visited of run ``run``.
+
+    Without MASKED: the whole steps of full runs.  With MASKED: partial runs, and behind them what is left of the full
+    runs after their whole steps.
+    """
+    partial = partial_hi - partial_lo
+    if MASKED:
+        is_full = run >= partial
+        at = tl.where(is_full, full_runs + 2 * (full_lo + run - partial), partial_runs + 2 * (partial_lo + run))
+        begin = tl.load(at)
+        stop = tl.load(at + 1)
+        begin += tl.where(is_full, (stop - begin) // STEP * STEP, 0)
+    else:
+        at = full_runs + 2 * (full_lo + run)
+        begin = tl.load(at)
+        stop = begin + (tl.load(at + 1) - begin) // STEP * STEP
+    return begin, stop

@@ -26,11 +26,13 @@ class Schedule:
         records: int32 ``[N, 8]``: first row, end row, mask (b * H + h), begin and end in ``partial_runs``, begin and
             end in ``full_runs``, number of steps.  A record without rows is unused capacity.
         partial_runs, full_runs: int32 ``[*, 2]``, see TilePlan.
+        bounded: the last step of a full run may be cut short by the run's end.
     """
 
     records: Tensor
     partial_runs: Tensor
     full_runs: Tensor
+    bounded: bool
 
     @property
     def row_tiles(self) -> int:
@@ -50,12 +52,12 @@ def schedule_for(
     def build() -> Schedule:
         ragged = plan.bit_tiles is None and not aligned
         tiles = kernel_tile_plan(plan, q_tile, kv_tile, transposed, ragged)
-        return make_schedule(tiles, keep_order=aligned)
+        return make_schedule(tiles, bounded=not ragged, keep_order=aligned)
 
     return derived(plan, ("triton", q_tile, kv_tile, transposed, aligned), build)
 
 
-def make_schedule(plan: TilePlan, keep_order: bool) -> Schedule:
+def make_schedule(plan: TilePlan, bounded: bool, keep_order: bool) -> Schedule:
     """All on the plan's device, without waiting for it."""
     tiles, device = plan.tile_begin.shape[0], plan.tile_begin.device
     number = torch.arange(tiles, device=device, dtype=plan.head_ptr.dtype)
@@ -69,4 +71,4 @@ def make_schedule(plan: TilePlan, keep_order: bool) -> Schedule:
     records = torch.stack([x.to(torch.int32) for x in (*rows, mask, *ptr, steps)], 1)
     if not keep_order:
         records = records[torch.argsort(mask * (1 << 32) - steps, stable=True)]
-    return Schedule(records.contiguous(), plan.partial_runs.contiguous(), plan.full_runs.contiguous())
+    return Schedule(records.contiguous(), plan.partial_runs.contiguous(), plan.full_runs.contiguous(), bounded)
