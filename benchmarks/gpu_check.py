@@ -75,6 +75,7 @@ TEST_SECONDS = {
     "test_ffa_forward.py": 180,
     "test_triton.py": 180,
     "test_device_plans.py": 150,
+    "test_compiled.py": 240,
     "test_fa4.py": 180,
 }
 OTHER_TEST_SECONDS = 120
@@ -93,6 +94,7 @@ BENCHMARKS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("bench_ffa", ("--lengths", "8192,32768", "--rounds", "5", "--directory", "{out}"), 120),
     ("bench_triton", ("--directory", "{out}"), 180),
     ("bench_device_plans", ("--directory", "{out}"), 120),
+    ("bench_host", ("--directory", "{out}"), 60),
     ("bench_fa4", ("--directory", "{out}"), 180),
     ("bench_native_collectives", ("--directory", "{out}"), 60),
 )
