@@ -1,8 +1,9 @@
 """Time score mods, bit tiles and plans with unused capacity in the Hopper kernels (backend "ffa").
 
-    python -m benchmarks.bench_ffa_mods [--length 8192] [--dim 128]
+    python -m benchmarks.bench_ffa_mods [--length 8192] [--dim 128] [--beside]
 
-Every mod is run as generated code, and as steps where it has them; a plain call stands beside all of them.  Times are
+Every mod is run as generated code, and as steps where it has them; a plain call stands beside all of them, and with
+``--beside`` PyTorch's compiled FlexAttention and our Triton kernels with the same mod.  Times are
 of the backend's forward and backward with plans made before, causal, in turns; the figure is the median over rounds.
 """
 
@@ -12,12 +13,16 @@ import argparse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.bench_ffa_backward import gradients_of
 from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import item_access_as_index
@@ -27,6 +32,7 @@ from magi_flex.kernels.ffa import FfaBackend, forward_instance, forward_schedule
 from magi_flex.kernels.ffa_forward import launch_forward
 from magi_flex.kernels.request import AttentionRequest, Distance, ScoreProgram, Softcap
 from magi_flex.kernels.tile_plans import choose_builder
+from magi_flex.kernels.triton_backend import TritonBackend
 from magi_flex.mask_plan import MaskPlan
 
 HEADS, KV_HEADS = 64, 8
@@ -51,20 +57,31 @@ def general(mod: Callable[..., Tensor], *captures: Tensor) -> ScoreProgram:
     return ScoreProgram(None, score_program(programs[0]), joint_program(programs[1]), captures, needs_grad)
 
 
-def score_programs(length: int) -> dict[str, ScoreProgram]:
-    slopes = mods.alibi_slopes(HEADS, "cuda")
+def user_mods(length: int) -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    """name -> (function from captured tensors to a score mod, captured tensors)."""
     buckets = torch.randn(HEADS, 32, device="cuda")
     document = torch.arange(length, device="cuda").div(700, rounding_mode="floor").int()
     relative = torch.randn(HEADS, 2 * length, device="cuda").bfloat16()
+
+    def soft_documents(document: Tensor) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, k: torch.where(document[q] == document[k], s, s - 3.0)
+
+    return {
+        "softcap": (lambda: mods.softcap(20.0), ()),
+        "alibi": (mods.alibi, (mods.alibi_slopes(HEADS, "cuda"),)),
+        "t5": (mods.t5_bias, (buckets,)),
+        "relative_table": (lambda table: mods.relative_table(table, length), (relative,)),
+        "soft_documents": (soft_documents, (document,)),
+    }
+
+
+def score_programs(length: int) -> dict[str, ScoreProgram]:
+    slopes = mods.alibi_slopes(HEADS, "cuda")
     return {
         "none": ScoreProgram(),
         "softcap_steps": ScoreProgram(steps=(Softcap(20.0),)),
-        "softcap": general(lambda: mods.softcap(20.0)),
         "alibi_steps": ScoreProgram(steps=(Distance(-slopes, True),)),
-        "alibi": general(mods.alibi, slopes),
-        "t5": general(mods.t5_bias, buckets),
-        "relative_table": general(lambda table: mods.relative_table(table, length), relative),
-        "soft_documents": general(lambda d: lambda s, b, h, q, k: torch.where(d[q] == d[k], s, s - 3.0), document),
+        **{name: general(mod, *captures) for name, (mod, captures) in user_mods(length).items()},
     }
 
 
@@ -95,7 +112,36 @@ def requests(length: int, dim: int) -> dict[str, AttentionRequest]:
     return found
 
 
-def measure(length: int, dim: int, rounds: int) -> list[Row]:
+def others(asked: dict[str, AttentionRequest], d_out: Tensor) -> dict[str, dict[str, dict[str, Any]]]:
+    """direction -> who -> mod -> the same work by others; everybody has run once."""
+    q, k, v = asked["none"].q, asked["none"].k, asked["none"].v
+    length = q.shape[2]
+    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
+    found: dict[str, dict[str, Any]] = {direction: {"flex": {}, "triton": {}} for direction in ("fwd", "bwd")}
+    triton = TritonBackend()
+    for name, (mod, captures) in {"none": (lambda: None, ()), **user_mods(length)}.items():
+        torch._dynamo.reset()
+        flex = torch.compile(flex_attention, fullgraph=True)
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        score_mod = mod(*captures)
+
+        def stock(*operands: Tensor, flex: Any = flex, score_mod: Any = score_mod) -> Tensor:
+            return flex(*operands, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+
+        result = triton.forward(asked[name])
+        found["fwd"]["flex"][name] = lambda stock=stock: stock(q, k, v)
+        found["bwd"]["flex"][name] = gradients_of(lambda stock=stock, x=leaves: stock(*x), leaves, d_out)
+        found["fwd"]["triton"][name] = partial(triton.forward, asked[name])
+        found["bwd"]["triton"][name] = partial(triton.backward, asked[name], result.out, result.lse, d_out, None)
+        for direction in found:
+            for who in found[direction]:
+                found[direction][who][name]()
+        torch.cuda.synchronize()
+        print(f"{name}: others are ready", flush=True)
+    return found
+
+
+def measure(length: int, dim: int, rounds: int, beside: bool) -> list[Row]:
     backend, d_out = FfaBackend(), tensors(length, dim)[3]
     asked = requests(length, dim)
     with ThreadPoolExecutor(8) as pool:  # compile side by side
@@ -109,18 +155,23 @@ def measure(length: int, dim: int, rounds: int) -> list[Row]:
     torch.cuda.synchronize()
     rows = []
     directions = {"fwd": lambda name: lambda: backend.forward(asked[name]), "bwd": lambda name: lambda: backward(name)}
+    more = others(asked, d_out) if beside else {direction: {} for direction in directions}
     for direction, work in directions.items():
-        timings = interleave({name: work(name) for name in asked}, repeats=rounds, device="cuda")
+        candidates = {f"ffa {name}": work(name) for name in asked}
+        candidates |= {f"{who} {name}": x for who, named in more[direction].items() for name, x in named.items()}
+        timings = interleave(candidates, repeats=rounds, device="cuda")
         area = asked["none"].plan.area()  # half of it for the bit tiles, all of which is computed
         rates = {
-            name: attention_tflops(area, HEADS, dim, dim, direction, timing.median_ms)
-            for name, timing in timings.items()
+            key: attention_tflops(area, HEADS, dim, dim, direction, timing.median_ms) for key, timing in timings.items()
         }
-        for name, rate in rates.items():
+        for name in asked:
+            mod = name.removesuffix("_steps")
+            same = {who: rates[f"{who} {mod}"] for who in more[direction] if f"{who} {mod}" in rates}
             rows.append(
                 Row(
                     *("score_mod", "ffa", name, length, f"{HEADS}:{KV_HEADS}", dim, "bfloat16", direction),
-                    *(timings[name].median_ms, rate, {"no score mod": rates["none"]}),
+                    *(timings[f"ffa {name}"].median_ms, rates[f"ffa {name}"]),
+                    {"no score mod": rates["ffa none"]} | same,
                 )
             )
     return rows
@@ -158,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--beside", action="store_true", help="also time others with the same mods")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_mods.json is written")
     args = parser.parse_args()
@@ -165,7 +217,7 @@ def main() -> None:
         leave("needs a Hopper GPU")
     rows = [measure_capacity(length, args.dim, args.rounds) for length in (2048, args.length)]
     print(table(rows), flush=True)
-    rows += measure(args.length, args.dim, args.rounds)
+    rows += measure(args.length, args.dim, args.rounds, args.beside)
     print(table(rows))
     print("written:", write_results("ffa_mods", rows, args.directory))
 
