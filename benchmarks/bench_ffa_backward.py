@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.bench_ffa import MASKS, Work, bounds, cudnn, flash_attention_4
+from benchmarks.bench_ffa import MASKS, WINDOW, Work, bounds, cudnn, flash_attention_4
 from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
 from benchmarks.workloads import many_documents, shared_prefixes
 from magi_flex.intervals import RowIntervals
@@ -30,6 +30,11 @@ from magi_flex.kernels.ffa_backward import GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram, Softcap
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
+
+
+# What the compiler knows of a mask_mod without looking at the intervals.
+BANDS = {"full": Band(None, None), "causal": Band(None, 0), "sw_causal": Band(WINDOW - 1, 0)}
 
 
 def gradients_of(work: Work | None, inputs: list[Tensor], d_out: Tensor) -> Work | None:
@@ -70,7 +75,7 @@ def measure(
     v = torch.randn(1, kv_heads, length, v_dim, **kind)
     d_out = torch.randn(1, heads, length, v_dim, **kind)
     lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
-    plan = MaskPlan(RowIntervals(lo, hi, length))
+    plan = MaskPlan(RowIntervals(lo, hi, length), structure=BANDS.get(mask))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     instance = backward_instance(q.dtype, head_dim, v_dim)
     scale = head_dim**-0.5

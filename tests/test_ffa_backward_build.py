@@ -11,6 +11,7 @@ from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.ffa import FfaBackend, backward_instance, gradient_q_instance
 from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import (
+    band_steps,
     choose_heads,
     make_backward_schedule,
     plan_backward,
@@ -19,6 +20,7 @@ from magi_flex.kernels.ffa_backward_schedule import (
 from magi_flex.kernels.request import Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
 from magi_flex.tiles import build_tile_plan
 from tests.test_ffa_build import HGMMA, LOAD_LOCAL, R2P, STORE_LOCAL, instructions
 
@@ -105,6 +107,19 @@ def test_heads_of_an_item() -> None:
     assert choose_heads(causal_2k, 64, 1, 132) == 1
     assert choose_heads(causal_2k[:0], 64, 8, 132) == 8
     assert 6 % choose_heads(causal_2k, 12, 6, 132) == 0
+
+
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (300, 0), (70, 90), (None, 17)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1024, 1024), (777, 1024), (1024, 777), (5, 300)])
+def test_steps_of_a_band(left: int | None, right: int | None, q_len: int, kv_len: int) -> None:
+    own = torch.arange(q_len) + kv_len - q_len
+    starts = torch.zeros_like(own) if left is None else own - left
+    ends = torch.full_like(own, kv_len) if right is None else own + right + 1
+    rows = RowIntervals.build(*(x.clamp(0, kv_len).int().view(1, 1, 1, -1) for x in (starts, ends)), kv_len)
+    tiles = build_tile_plan(MaskPlan(rows), 80, KEYS, transposed=True, run_align=8)
+    found, exact = band_steps(Band(left, right), q_len, kv_len, 80, KEYS), tile_steps(tiles)
+    assert (found - exact).abs().max() <= 2  # full and partial runs of a tile end with a shorter step each
+    assert (found == 0).tolist() == (exact == 0).tolist()
 
 
 def test_heads_with_masks_of_their_own_share_key_tiles() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from magi_flex.kernels.ffa_schedule import owning_mask
 from magi_flex.kernels.tile_plans import kernel_tile_plan, objection
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
 from magi_flex.tiles import TilePlan
 
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
@@ -69,7 +70,12 @@ def plan_backward(
         walked = choose_heads(tile_steps(tiles), copies, group, processors)
     elif split and (mask_batch == 1 or mask_heads > 1):
         # (Else shared sums of a batch entry's tiles are found by their number, which must not be a capacity.)
-        walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, group, processors)
+        if isinstance(plan.structure, Band):
+            walked = choose_heads(
+                band_steps(plan.structure, plan.q_len, plan.kv_len, rows, keys), copies, group, processors
+            )
+        else:
+            walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, group, processors)
     schedule = make_backward_schedule(tiles, mask_heads, walked)
     return replace(schedule, count=tiles.head_ptr[-1:]) if on_device and ragged else schedule
 
@@ -107,8 +113,19 @@ def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> i
 
 def heads_unseen(tiles: int, copies: int, group: int, processors: int) -> int:
     """As :func:`choose_heads`, where the device must not be waited for: the most heads that leave each multiprocessor
-    four items, so that longest-first order evens out what they differ by; else one."""
-    return next((h for h in range(group, 0, -1) if group % h == 0 and tiles * copies >= 4 * h * processors), 1)
+    about four items, so that longest-first order evens out what they differ by; else one."""
+    return next((h for h in range(group, 0, -1) if group % h == 0 and tiles * copies >= 3.75 * h * processors), 1)
+
+
+def band_steps(band: Band, q_len: int, kv_len: int, rows: int, keys: int) -> Tensor:
+    """:func:`tile_steps` of tiles on the fixed grid, for a mask that is known without looking at its intervals."""
+    begin = torch.arange(0, kv_len, keys)
+    end = (begin + keys).clamp(max=kv_len)
+    to_row = q_len - kv_len  # of the key that is a row's own
+    first = torch.zeros_like(begin) if band.right is None else begin + to_row - band.right
+    last = torch.full_like(end, q_len) if band.left is None else end + to_row + band.left
+    first = first.clamp(min=0) // ROW_GROUP * ROW_GROUP
+    return ((last.clamp(max=q_len) - first).clamp(min=0) + rows - 1) // rows
 
 
 def tile_steps(plan: TilePlan) -> Tensor:
