@@ -176,7 +176,7 @@ def check_native(mesh: DeviceMesh) -> None:
         case = make_mask(name, length)
         cp = ContextParallel(mesh, MaskPlan.from_dense(case.dense()), forward_stages=2, backward_stages=2, native=True)
         assert cp.masks[0].native
-        check_results(cp, operands(mesh, 1, 9, 3, length), case.dense(), name)
+        check_results(cp, operands(mesh, case.batch, 9, 3, length), case.dense(), name)
 
 
 CHECKS = (check_collectives, check_every_mask, check_timeline, check_training)
