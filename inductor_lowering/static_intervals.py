@@ -177,7 +177,7 @@ class _Indices:
 @functools.lru_cache(maxsize=64)
 def _indices(program: str, captures: tuple[Any, ...], q_len: int, kv_len: int) -> _Indices:
     """``captures``: ints, and (shape, dtype) of tensors."""
-    like = [torch.empty((), dtype=x[1]).expand(x[0]) if isinstance(x, tuple) else x for x in captures]
+    like = [torch.empty((), dtype=x[1], device="cpu").expand(x[0]) if isinstance(x, tuple) else x for x in captures]
     return _Indices(FxProgram.from_json(program), like, q_len, kv_len)
 
 

@@ -112,6 +112,18 @@ def test_quick_intervals() -> None:
             assert torch.equal(quick[0].to_dense(), dense_mask(mask_mod, 1, 1, S, S))
 
 
+def test_another_default_device() -> None:
+    """Tensors are made where the mask lives, whatever torch.set_default_device says."""
+    size = 41
+    ids = torch.arange(size) // 9
+    program, captures = trace_mask_mod(mods.document_causal(ids))
+    with torch.device("meta"):
+        quick = quick_intervals(program, captures, 1, 1, size, size, "cpu")
+    assert quick is not None and torch.equal(
+        quick[0].to_dense(), dense_mask(mods.document_causal(ids), 1, 1, size, size)
+    )
+
+
 def test_blocks_are_states() -> None:
     """With block lists the mask is: pairs by labels in partial blocks, all pairs in full ones."""
     from torch.nn.attention.flex_attention import create_block_mask
