@@ -38,7 +38,8 @@ from magi_flex.kernels.score_split import leading_factors
 LOG2_E = math.log2(math.e)
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 ARCHITECTURES = (9, 10, 11)
-_RUN_DIMS = tuple((dim, dim) for dim in (64, 96, 128, 256))  # head dims whose kernels ran on a Hopper GPU
+# Head dims of keys and values whose kernels ran on a Hopper GPU.
+_RUN_DIMS = ((64, 64), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
 
 
 class Fa4Backend(Backend):
