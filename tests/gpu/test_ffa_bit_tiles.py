@@ -33,7 +33,7 @@ def random_mask(batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
     mask[..., 128:256, : kv_len // 2] = False
     mask[..., 256:300, :] &= torch.arange(kv_len) <= torch.arange(256, min(max(q_len, 256), 300))[:, None]
     mask[..., 300:384, :] = False
-    mask[..., 9, :] = False
+    mask[..., 9:10, :] = False
     return mask
 
 
