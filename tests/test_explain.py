@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import magi_flex
 from magi_flex import explain_mask, mods, tile_map
+from magi_flex.kernels import device_plans
 from magi_flex.kernels.route import route
 from tests.cases.masks import MASKS, make_mask
 
@@ -53,8 +54,12 @@ def test_figures_equal_the_dense_mask(name: str, length: int) -> None:
     assert f"{counts.full:,} full, {counts.partial:,} partial, {counts.empty:,} empty" in text
 
 
-def test_planning_on_a_gpu() -> None:
-    """Whether the GPU is waited for is said where the call would run on one."""
+@pytest.mark.parametrize(
+    ("missing", "builder"), [(None, "tiles by our GPU kernels"), ("no Triton", "tiles by torch: no Triton")]
+)
+def test_planning_on_a_gpu(monkeypatch: pytest.MonkeyPatch, missing: str | None, builder: str) -> None:
+    """Whether the GPU is waited for, and who makes tiles, is said where the call would run on one."""
+    monkeypatch.setattr(device_plans, "missing", lambda: missing)
     ids = torch.arange(40) // 9
     said = {}
     masks = {
@@ -70,7 +75,7 @@ def test_planning_on_a_gpu() -> None:
     assert "waits for the GPU once a mask: the number of intervals depends on captured values" in said["chosen keys"]
     assert "a mask by labels: CUDA graphs can hold the plan" in said["document_causal"]
     assert "nothing is read back" in said["sliding_window"]
-    assert all("tiles by torch: " in text for text in said.values())
+    assert all(builder in text for text in said.values())
 
 
 def test_names_of_the_shared_cases_used_above_exist() -> None:

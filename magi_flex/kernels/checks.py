@@ -53,5 +53,7 @@ def check_plan(plan: MaskPlan, q: Tensor, k: Tensor) -> None:
             f"{k.shape[2]}; make it again for these lengths"
         )
     check_mask_shape(plan.starts.shape[:2], q.shape[0], q.shape[1])
+    if plan.bit_tiles is not None:
+        check_mask_shape(plan.bit_tiles.row_ptr.shape[:2], q.shape[0], q.shape[1])
     if plan.device != q.device:
         raise ValueError(f"block_mask: is on {plan.device}, but query is on {q.device}; move it with block_mask.to()")

@@ -205,7 +205,7 @@ def _shared_strides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _check(request: AttentionRequest) -> None:
-    q, k, v, plan = request.q, request.k, request.v, request.plan
+    q, k, v = request.q, request.k, request.v
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.device.type != "cpu" or tensor.dtype not in ELEMENT_TYPES:
             raise ValueError(
@@ -214,24 +214,7 @@ def _check(request: AttentionRequest) -> None:
             )
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name}: is {tensor.dtype}, but q is {q.dtype}; give all three the same dtype")
-    batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    if k.shape != (batch, kv_heads, kv_len, dim):
-        raise ValueError(f"k: is {list(k.shape)}, but [{batch}, any, any, {dim}] is needed for q {list(q.shape)}")
-    if v.shape[:3] != (batch, kv_heads, kv_len):
-        raise ValueError(f"v: is {list(v.shape)}, but [{batch}, {kv_heads}, {kv_len}, any] is needed")
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"q: its {heads} heads are not a multiple of the {kv_heads} key/value heads")
-    if (plan.q_len, plan.kv_len) != (q_len, kv_len):
-        raise ValueError(f"plan: is for {plan.q_len} x {plan.kv_len} rows x keys, but {q_len} x {kv_len} are given")
-    shapes = [plan.starts.shape[:2], plan.ends.shape[:2]]
-    if plan.bit_tiles is not None:
-        shapes.append(plan.bit_tiles.row_ptr.shape[:2])
-    for shape in shapes:
-        if shape[0] not in (1, batch) or shape[1] not in (1, heads):
-            raise ValueError(f"plan: has batch and heads {list(shape)}; each must be 1, or {batch} and {heads}")
-    if plan.device.type != "cpu":
-        raise ValueError(f"plan: is on {plan.device}; move the mask to the CPU")
+    heads, q_len, kv_len = q.shape[1], q.shape[2], k.shape[2]
     _check_score(request.score, heads, q_len, kv_len)
 
 
