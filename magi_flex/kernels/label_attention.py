@@ -47,13 +47,9 @@ class LabelledAttention:
     block_size: tuple[int, int]
     wanted: Tensor
 
-    def tensors(self) -> list[Tensor]:
-        """What :meth:`from_tensors` takes."""
-        given = (self.rest.starts, self.rest.ends, self.row_labels, self.key_labels, self.wanted, self.blocks)
-        return [x for x in given if x is not None]
-
     @staticmethod
     def from_tensors(tensors: Sequence[Tensor], block_size: Sequence[int], kv_len: int) -> LabelledAttention:
+        """Of what the op ``plan_labels`` gives behind the intervals and their memory; without lists no block size."""
         starts, ends, row_labels, key_labels, wanted, *blocks = tensors
         rows, keys = block_size or (1, 1)
         rest = RowIntervals(starts, ends, kv_len)
