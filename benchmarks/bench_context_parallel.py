@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.bench_ffa import bounds
-from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ring, staged, stock
+from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ours, ring, stock
 from benchmarks.harness import RESULTS, Row, Timing, attention_tflops, leave, table, time_once, write_results
 from magi_flex.distributed import ContextParallel, Timeline
 from magi_flex.distributed.cost_model import Shape
@@ -38,7 +38,6 @@ from magi_flex.mask_plan import MaskPlan
 MASKS = ("full", "causal", "varlen_causal", "varlen_block_causal")
 OURS, COMPUTING, ALONE = "ours", "computing only", "one GPU"
 STOCK, NATIVE = "stock context parallel", "ours, native collectives"
-Native = Literal["auto"] | bool
 
 
 def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
@@ -47,10 +46,10 @@ def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
 
 
 def operands(
-    mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype, native: Native
+    mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype, **options: Any
 ) -> Problem:
     """Random rows on every rank; which ones they are does not matter to anybody's time."""
-    cp = ContextParallel(mesh, mask, native=native)
+    cp = ContextParallel(mesh, mask, **options)
     heads, kv_heads = args.heads
     sizes = [(1, n, len(cp.rows), args.dim) for n in (heads, kv_heads, kv_heads, heads)]
     tensors = [torch.randn(size, device=cp.device, dtype=dtype) for size in sizes]
@@ -105,9 +104,8 @@ def traffic(problem: Problem, backward: bool) -> dict[str, float]:
     q, k, v = problem.tensors
     shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
     plan, rank = cp.masks[0].plan(shape, backward), group.rank()
-    hops = [hop for key_set in plan.remote for hop in key_set.hops]
-    keys = sum(int(hop.recv_counts.sum() - hop.recv_counts[rank]) for hop in hops)
-    copies = sum(int(hop.send_counts.sum() - hop.send_counts[rank]) for hop in hops)
+    keys = sum(int(hop.recv_counts.sum() - hop.recv_counts[rank]) for hop in plan.hops)
+    copies = sum(int(hop.send_counts.sum() - hop.send_counts[rank]) for hop in plan.hops)
     owner = torch.empty(problem.mask.kv_len, dtype=torch.int64)
     for other in range(group.size()):
         owner[cp.dispatch.rows(other)] = other
@@ -144,8 +142,8 @@ def rates(
 def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     """Ours beside what uses our kernels, forward and backward."""
     length = tokens * mesh.size()
-    problem = operands(intervals(mask, length, args.device), mesh, args, dtype, False)
-    sides = {OURS: staged(problem), COMPUTING: computing_only(problem), ALONE: alone(problem, mask)}
+    problem = operands(intervals(mask, length, args.device), mesh, args, dtype)
+    sides = {OURS: ours(problem), COMPUTING: computing_only(problem), ALONE: alone(problem, mask)}
     sides |= {"all-gather": all_gather(problem), "ring": ring(problem)}
     heads = f"{args.heads[0]}:{args.heads[1]}"
     rows = []
@@ -174,12 +172,12 @@ def measure_beside(
     name: str, mask: str, rows: list[Row], mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype
 ) -> None:
     """Adds another side to a cell's rows, measured in turn with ours."""
-    problem = operands(intervals(mask, rows[0].S, args.device), mesh, args, dtype, False)
-    sides = {OURS: staged(problem)}
+    problem = operands(intervals(mask, rows[0].S, args.device), mesh, args, dtype)
+    sides = {OURS: ours(problem)}
     if name == STOCK:
         sides[name] = stock(problem, mask)
     else:
-        sides[name] = staged(operands(problem.mask, mesh, args, dtype, True))
+        sides[name] = ours(operands(problem.mask, mesh, args, dtype, native=True))
     for row in rows:
         assert row.direction is not None
         _, rate = rates(problem, sides, mask, row.direction, args)
@@ -194,9 +192,9 @@ def measure_beside(
 def draw_timeline(problem: Problem, folder: Path) -> None:
     """Both passes of every rank: timeline.json for chrome://tracing, timeline.png if matplotlib is there."""
     problem.cp.timeline = Timeline(problem.q.device)
-    side = staged(problem)
+    side = ours(problem)
     problem.cp.timeline = Timeline(problem.q.device)
-    side = staged(problem)  # the forward pass, recorded by the second timeline
+    side = ours(problem)  # the forward pass, recorded by the second timeline
     assert side.backward is not None
     side.backward()
     spans: list[list[Span] | None] = [None] * problem.group.size()

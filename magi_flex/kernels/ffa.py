@@ -143,6 +143,13 @@ class FfaBackend(Backend):
         self._forward(request, result, accumulate=False)
         return result
 
+    def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
+        in_kernel = is_tma_ready(result.out) and result.lse.is_contiguous() and result.max_score.is_contiguous()
+        if in_kernel and result.out.numel() and request.k.shape[2]:
+            self._forward(request, result, accumulate=False)
+        else:
+            super().forward_into(request, result)
+
     def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
         parts = (earlier.lse, earlier.max_score)
         in_kernel = is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)

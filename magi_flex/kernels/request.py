@@ -167,6 +167,12 @@ class Backend:
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError
 
+    def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
+        """:meth:`forward`, written to the given tensors (of any strides)."""
+        given = self.forward(request)
+        for target, x in zip(vars(result).values(), vars(given).values(), strict=True):
+            target.copy_(x)
+
     def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
         """Attention over the request's keys and those that ``earlier`` (float32, or float64 for float64 inputs) counts.
 
