@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,20 @@ def attended_keys(mask: RowIntervals, rows: Tensor) -> Tensor:
     return change.cumsum(0)[:-1] > 0
 
 
+def shape_of(problem: Problem) -> Shape:
+    q, k, v = problem.tensors
+    return Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
+
+
+def cut_of(problem: Problem, backward: bool) -> str:
+    cut = problem.cp.masks[0].cut(shape_of(problem), backward)
+    return f"{cut.by} in {cut.parts}"
+
+
 def traffic(problem: Problem, backward: bool) -> dict[str, float]:
     """Bytes that the rank with the most receives (keys, and gradients of its own keys), and the lower bound."""
     group, cp = problem.group, problem.cp
-    q, k, v = problem.tensors
-    shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
+    shape = shape_of(problem)
     plan, rank = cp.masks[0].plan(shape, backward), group.rank()
     keys = sum(int(hop.recv_counts.sum() - hop.recv_counts[rank]) for hop in plan.hops)
     copies = sum(int(hop.send_counts.sum() - hop.send_counts[rank]) for hop in plan.hops)
@@ -116,7 +126,7 @@ def traffic(problem: Problem, backward: bool) -> dict[str, float]:
         least_copies += int((wanted == rank).sum()) if other != rank else 0
     sizes = torch.tensor([[keys, copies], [least_keys, least_copies]], dtype=torch.float64)
     gradient = shape.key_gradient_bytes() if backward else 0
-    moved = (sizes @ torch.tensor([shape.key_bytes(), gradient], dtype=torch.float64)).to(q.device)
+    moved = (sizes @ torch.tensor([shape.key_bytes(), gradient], dtype=torch.float64)).to(problem.q.device)
     dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
     received, least = moved.tolist()
     return {"MiB received": received / 2**20, "MiB lower bound": least / 2**20}
@@ -145,6 +155,9 @@ def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, 
     problem = operands(intervals(mask, length, args.device), mesh, args, dtype)
     sides = {OURS: ours(problem), COMPUTING: computing_only(problem), ALONE: alone(problem, mask)}
     sides |= {"all-gather": all_gather(problem), "ring": ring(problem)}
+    for by, parts in args.cuts:
+        cp = ContextParallel(mesh, problem.mask, cut=by, forward_stages=parts, backward_stages=parts)
+        sides[f"ours, {by} in {parts}"] = ours(replace(problem, cp=cp))
     heads = f"{args.heads[0]}:{args.heads[1]}"
     rows = []
     for direction in ("fwd", "bwd"):
@@ -152,7 +165,7 @@ def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, 
         more: dict[str, Any] = {"ranks": mesh.size(), "transport": dist.get_backend(problem.group)}
         more |= {"imbalance": problem.cp.imbalance, "share of one GPU": rate[OURS] / rate[ALONE]}
         more |= {"exposed share": max(0.0, 1 - ms[COMPUTING] / ms[OURS])}
-        more |= traffic(problem, direction == "bwd")
+        more |= traffic(problem, direction == "bwd") | {"cut": cut_of(problem, direction == "bwd")}
         own = MaskPlan(intervals(mask, problem.q.shape[2], args.device))
         backend = route(facts_of(AttentionRequest(*problem.tensors, own, problem.scale), True)).name
         beside = {name: value for name, value in rate.items() if name not in (OURS, COMPUTING)}
@@ -235,6 +248,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--heads", default="64:8", help="query heads:key heads")
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--cuts", default="", help="ours cut otherwise, too: keys:1,heads:2,...")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--native", action="store_true", help="native group collectives, too")
@@ -243,6 +257,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.heads = [int(x) for x in args.heads.split(":")]
+    cuts = [cut.split(":") for cut in args.cuts.split(",") if cut]
+    args.cuts = [(by, int(parts)) for by, parts in cuts]
     return args
 
 

@@ -189,7 +189,9 @@ class SharedAttention:
     @functools.cached_property
     def _sm_margin(self) -> int:
         """Multiprocessors that attention leaves to native collectives beside it."""
-        return MULTIPROCESSORS if any(hop.native is not None for hop in self.plan.hops) else 0
+        joined = self.plan.joined
+        beside = joined is None or len(joined.masks) > 1
+        return MULTIPROCESSORS if beside and any(hop.native is not None for hop in self.plan.hops) else 0
 
     def _request(
         self,

@@ -192,8 +192,8 @@ def choose_cut(
         cuts += [Cut("heads", n) for n in counts if shape.kv_heads % n == 0]
     if not cuts:
         raise ValueError(
-            f"forward_stages, backward_stages: {parts} groups of heads were asked for (cut={by[0]!r}), but the rank has "
-            f"{shape.kv_heads} key heads; give a number that divides them"
+            f"forward_stages, backward_stages: {parts} groups of heads were asked for (cut={by[0]!r}), but the rank "
+            f"has {shape.kv_heads} key heads; give a number that divides them"
         )
     if remote_keys == 0 and "keys" in by:
         return cuts[0]
