@@ -99,8 +99,8 @@ class GroupedAttention(SharedAttention):
                 of_rows = [x[:, group.query] for x in (out, lse, d_out)]
                 d_lse_of_rows = None if d_lse is None else d_lse[:, group.query]
                 with self._span(f"backward {group.name}", COMPUTE):
-                    grads = self._kernel(request, True).backward(request, *of_rows, d_lse_of_rows)
-                    dq[:, group.query] = grads.dq
+                    kernel = self._kernel(request, True)
+                    grads = kernel.backward_into(request, *of_rows, d_lse_of_rows, dq[:, group.query])
                 captured = add_captured(captured, grads)
                 parts = [x.movedim(2, 0) for x in (grads.dk, grads.dv)]
             leaving.append((group, self._reduce(lane, parts, group)))

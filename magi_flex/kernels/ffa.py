@@ -230,9 +230,22 @@ class FfaBackend(Backend):
         d_out: Tensor,
         d_lse: Tensor | None,
     ) -> AttentionGradients:
+        dtype = torch.float32 if request.wide_results else request.q.dtype
+        dq = empty_like_filled(request.q, request.q.shape, dtype)
+        return self._backward(request, out, lse, d_out, d_lse, dq)
+
+    def backward_into(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
+        if not is_tma_ready(dq):
+            return super().backward_into(request, out, lse, d_out, d_lse, dq)
+        return self._backward(request, out, lse, d_out, d_lse, dq)
+
+    def _backward(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dtype = torch.float32 if request.wide_results else q.dtype
-        dq, dk, dv = (empty_like_filled(x, x.shape, dtype) for x in (q, k, v))
+        dk, dv = (empty_like_filled(x, x.shape, torch.float32 if request.wide_results else x.dtype) for x in (k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
@@ -245,6 +258,7 @@ class FfaBackend(Backend):
             q.shape[3],
             v.shape[3],
             request.wide_results,
+            dq.dtype == torch.float32,
             out.dtype == torch.float32,
             deterministic,
             score.kinds if score else (),
@@ -360,6 +374,7 @@ def backward_instance(
     head_dim: int,
     v_dim: int,
     wide: bool = False,
+    wide_dq: bool = False,
     wide_out: bool = False,
     deterministic: bool = False,
     score_steps: tuple[str, ...] = (),
@@ -369,7 +384,7 @@ def backward_instance(
     """The variant for these head dims.
 
     Args:
-        wide: dq, dk and dv in float32.
+        wide, wide_dq: dk and dv, and dq, in float32.
         wide_out: the output that is given is float32.
         deterministic: sums in a fixed order.
     """
@@ -379,7 +394,9 @@ def backward_instance(
     sum_dq = sum_dq and not deterministic
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
+    return BackwardInstance(
+        *(dtype, *pair, rows, keys, sum_dq, wide, wide_dq, wide_out, score_steps, generated, bit_tiles)
+    )
 
 
 def gradient_q_instance(
@@ -388,7 +405,7 @@ def gradient_q_instance(
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
     pack = packed_heads(group, mask_heads)
-    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles, counted)
+    rest = (instance.wide_dq, instance.score_steps, instance.generated, instance.bit_tiles, counted)
     return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, *rest)
 
 

@@ -49,7 +49,8 @@ class BackwardInstance:
         rows: query rows of a step.
         keys: of a key tile: 128, or 64 where the head is too wide for that.
         sum_dq: dq is summed (in no fixed order) beside dk and dv; else the gradient_q kernel makes it.
-        wide: dq, dk and dv are float32.
+        wide: dk and dv are float32.
+        wide_dq: dq is float32.
         wide_out: the output that is given is float32.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
         generated: code in the place of steps.
@@ -64,6 +65,7 @@ class BackwardInstance:
     keys: int = 128
     sum_dq: bool = True
     wide: bool = False
+    wide_dq: bool = False
     wide_out: bool = False
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
@@ -79,6 +81,7 @@ class BackwardInstance:
             "FFA_KEYS": self.keys,
             "FFA_SUM_DQ": self.sum_dq,
             "FFA_WIDE": self.wide,
+            "FFA_WIDE_DQ": self.wide_dq,
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_BIT_TILES": self.bit_tiles,
             "FFA_COUNTED": self.counted,

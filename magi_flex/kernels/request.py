@@ -194,6 +194,14 @@ class Backend:
         """``lse`` as forward gave it (log2 domain); ``d_lse`` is the gradient with respect to it."""
         raise NotImplementedError
 
+    def backward_into(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
+        """:meth:`backward`, its dq written to the given tensor (of any strides and floating point dtype)."""
+        grads = self.backward(request, out, lse, d_out, d_lse)
+        dq.copy_(grads.dq)
+        return replace(grads, dq=dq)
+
 
 @dataclass(frozen=True)
 class RequestFacts:
