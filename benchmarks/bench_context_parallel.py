@@ -13,7 +13,9 @@ a Chrome trace and (with matplotlib) a picture.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +39,7 @@ from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 
 MASKS = ("full", "causal", "varlen_causal", "varlen_block_causal")
+SAMPLE_SECONDS, MOST_CALLS = 0.03, 16
 OURS, COMPUTING, ALONE = "ours", "computing only", "one GPU"
 STOCK, NATIVE = "stock context parallel", "ours, native collectives"
 
@@ -73,14 +76,27 @@ def alone(problem: Problem, mask: str) -> Side:
 
 
 def slowest(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """As harness.interleave, each time that of the slowest rank."""
+    """As harness.interleave, each time that of the slowest rank.
+
+    Short passes follow each other for at least SAMPLE_SECONDS, as layers do, so that a sample is the time that the GPUs
+    take and not that of the first launch after an idle GPU.
+    """
+    most = torch.zeros(1, dtype=torch.float64, device=device)
     for work in works.values():
         work()
+        most = torch.maximum(most, torch.tensor(time_once(work, device), dtype=most.dtype, device=device))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / most.item())))
+
+    def several(work: Callable[[], object]) -> None:
+        for _ in range(calls):
+            work()
+
     samples = {name: torch.zeros(repeats, dtype=torch.float64) for name in works}
     for i in range(repeats):
         for name, work in works.items():
             dist.barrier()
-            samples[name][i] = time_once(work, device)
+            samples[name][i] = time_once(functools.partial(several, work), device) / calls
     for taken in samples.values():
         on_device = taken.to(device)
         dist.all_reduce(on_device, dist.ReduceOp.MAX)

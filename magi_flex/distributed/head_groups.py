@@ -58,7 +58,7 @@ class GroupedAttention(SharedAttention):
         self._check(q_BHQD, k_BGKD, v_BGKE)
         shape = (*q_BHQD.shape[:3], v_BGKE.shape[3])
         out = empty_in_order(q_BHQD, shape, fill_order(q_BHQD))
-        lse, max_score = (q_BHQD.new_full(shape[:3], -torch.inf, dtype=wide_dtype(q_BHQD)) for _ in range(2))
+        lse, max_score = q_BHQD.new_empty((2, *shape[:3]), dtype=wide_dtype(q_BHQD))
         kept: list[list[Tensor]] = []
         for group, k, v in self._groups(q_BHQD.shape[1], k_BGKD, v_BGKE, None):
             if keep_keys:
@@ -66,6 +66,8 @@ class GroupedAttention(SharedAttention):
             part = AttentionOutput(*(x[:, group.query] for x in (out, lse, max_score)))
             if self._joined.empty:
                 part.out.zero_()
+                part.lse.fill_(-torch.inf)
+                part.max_score.fill_(-torch.inf)
                 continue
             request = self._request_of(group, q_BHQD, k, v, wide=False)
             with self._span(f"forward {group.name}", COMPUTE):
@@ -136,9 +138,10 @@ class GroupedAttention(SharedAttention):
         every = [[x.new_empty((len(self._joined.keys), *x.shape[1:])) for x in rows] for rows in own]
         casts = [self._cast(*of_group) for of_group in zip(groups, own, every, strict=True)]
         arriving = Lane(k_BGKD.device).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
-        for group, rows, keys, arrived in zip(groups, own, every, arriving, strict=True):
+        for rows, keys in zip(own, every, strict=True):  # all of them now, while the others' keys travel
             for x, into in zip(rows, keys, strict=True):
                 into.index_copy_(0, self._joined.own, x)
+        for group, keys, arrived in zip(groups, every, arriving, strict=True):
             arrived()
             yield group, *(x.movedim(0, 2) for x in keys)
 

@@ -43,7 +43,7 @@ RANKS, DIM, STEPS = 2, 64, 50
 Check = Callable[[DeviceMesh], None]
 
 
-def _serve(rank: int, store: str, device_type: str, check: Check) -> None:
+def _serve(rank: int, store: str, device_type: str, checks: tuple[Check, ...]) -> None:
     options: dict[str, object] = {"timeout": datetime.timedelta(seconds=300)}
     backend = "gloo"
     if device_type == "cuda":
@@ -57,14 +57,19 @@ def _serve(rank: int, store: str, device_type: str, check: Check) -> None:
         torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS, **options)
     magi_flex.enable()
-    check(init_device_mesh(device_type, (RANKS,), mesh_dim_names=("cp",)))
+    mesh = init_device_mesh(device_type, (RANKS,), mesh_dim_names=("cp",))
+    for check in checks:
+        begin = time.perf_counter()
+        check(mesh)
+        if rank == 0:
+            print(f"{check.__name__}: passed in {time.perf_counter() - begin:.1f} s", flush=True)
     dist.destroy_process_group()
 
 
-def run(check: Check, device_type: str = "cuda") -> None:
-    """``check`` on RANKS processes; raises what any of them raised."""
+def run(*checks: Check, device_type: str = "cuda") -> None:
+    """The checks, one after the other, on RANKS processes; raises what any of them raised."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_serve, (f"{folder}/store", device_type, check), RANKS)
+        mp.spawn(_serve, (f"{folder}/store", device_type, checks), RANKS)
 
 
 def operands(mesh: DeviceMesh, batch: int, heads: int, kv_heads: int, length: int) -> list[Tensor]:
@@ -216,8 +221,5 @@ def test_example() -> None:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:]
-    for each in (*CHECKS, check_native):
-        if each.__name__ in (wanted or [check.__name__ for check in CHECKS]):
-            run(each, "cuda" if torch.cuda.is_available() else "cpu")
-            print(each.__name__, "passes", flush=True)
+    wanted = [globals()[name] for name in sys.argv[1:]] or CHECKS
+    run(*wanted, device_type="cuda" if torch.cuda.is_available() else "cpu")
