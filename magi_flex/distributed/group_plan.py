@@ -5,6 +5,7 @@ Shape legend: P ranks, S sent rows, T received rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -133,6 +134,15 @@ class GroupPlan:
     def to(self, device: torch.device | str) -> GroupPlan:
         """The same plan with its index tensors on ``device``."""
         return replace(self, send_index=self.send_index.to(device), recv_index=self.recv_index.to(device))
+
+    @functools.cached_property
+    def send_splits(self) -> list[int]:
+        """``send_counts``, read once."""
+        return self.send_counts.tolist()
+
+    @functools.cached_property
+    def recv_splits(self) -> list[int]:
+        return self.recv_counts.tolist()
 
     @property
     def nbytes(self) -> int:

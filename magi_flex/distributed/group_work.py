@@ -113,7 +113,7 @@ def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessG
         most = int(plan.native.most_rows[0])
         arriving = len(plan.recv_index)
         return NativeExchange(tensors, plan.send_index, plan.native.cast_routes, arriving, most, group)
-    return RowExchange(tensors, plan.send_index, plan.send_counts, plan.recv_counts, group)
+    return RowExchange(tensors, plan.send_index, plan.send_splits, plan.recv_splits, group)
 
 
 def _finish_cast(received: Sequence[Tensor], plan: GroupPlan, into: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -163,7 +163,7 @@ def _start_reduce(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.Proces
     if plan.native is not None and native_exchange.serves(tensors):
         rows, most = len(plan.send_index), int(plan.native.most_rows[1])
         return NativeExchange(tensors, plan.recv_index, plan.native.reduce_routes, rows, most, group)
-    return RowExchange(tensors, plan.recv_index, plan.recv_counts, plan.send_counts, group)
+    return RowExchange(tensors, plan.recv_index, plan.recv_splits, plan.send_splits, group)
 
 
 def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPlan, op: Reduction) -> list[Tensor]:
@@ -171,8 +171,8 @@ def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPla
     if plan.native is not None and native_exchange.can_join([*accumulators, *received]):
         native_exchange.join_rows(accumulators, received, plan.native, op)
         return accumulators
-    indices = plan.send_index.split(plan.send_counts.tolist())
-    parts = [x.split(plan.send_counts.tolist()) for x in received]
+    indices = plan.send_index.split(plan.send_splits)
+    parts = [x.split(plan.send_splits) for x in received]
     for source, index in enumerate(indices):
         if len(index) == 0:
             continue

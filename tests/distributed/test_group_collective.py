@@ -136,10 +136,10 @@ def check_two_level_traffic(group: dist.ProcessGroup, per_node: int) -> None:
     crossed: list[int] = []
 
     class Counting(RowExchange):
-        def __init__(self, tensors: list[Tensor], index: Tensor, send_counts: Tensor, *rest: Any) -> None:
-            super().__init__(tensors, index, send_counts, *rest)
+        def __init__(self, tensors: list[Tensor], index: Tensor, send_splits: list[int], *rest: Any) -> None:
+            super().__init__(tensors, index, send_splits, *rest)
             elsewhere = torch.arange(ranks) // per_node != rank // per_node
-            crossed.append(int(send_counts[elsewhere].sum()))
+            crossed.append(int(torch.tensor(send_splits)[elsewhere].sum()))
 
     with mock.patch.object(group_work, "RowExchange", Counting):
         (rows,) = group_cast([_global_rows(torch.float32, ())[held[rank]]], plan, group)
