@@ -90,7 +90,7 @@ class GroupedAttention(SharedAttention):
         self._check(q_BHQD, k_BGKD, v_BGKE)
         dq, dk, dv = (empty_in_order(x, x.shape, fill_order(x)) for x in (q_BHQD, k_BGKD, v_BGKE))
         captured: list[Tensor | None] = [None] * len(self.score.captures)
-        lane = Lane(q_BHQD.device)
+        lane = self._lane(q_BHQD)
         leaving: list[tuple[_Group, Callable[[], list[Tensor]]]] = []
         for group, k, v in self._groups(q_BHQD.shape[1], k_BGKD, v_BGKE, kept):
             if self._joined.empty:
@@ -122,6 +122,9 @@ class GroupedAttention(SharedAttention):
         tensors = (q_BHQD[:, group.query], k_BgKD, v_BgKE)
         return self._request(*tensors, group.mask, self.plan.rows, self._joined.keys, wide, group.query.start)
 
+    def _lane(self, like: Tensor) -> Lane:
+        return Lane(like.device, beside=len(self._joined.masks) > 1)
+
     # ---- keys on their way, and their gradients -------------------------------------------------------------------
 
     def _groups(
@@ -137,11 +140,10 @@ class GroupedAttention(SharedAttention):
         own = [[x[:, group.key].movedim(2, 0) for x in (k_BGKD, v_BGKE)] for group in groups]
         every = [[x.new_empty((len(self._joined.keys), *x.shape[1:])) for x in rows] for rows in own]
         casts = [self._cast(*of_group) for of_group in zip(groups, own, every, strict=True)]
-        arriving = Lane(k_BGKD.device).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
-        for rows, keys in zip(own, every, strict=True):  # all of them now, while the others' keys travel
+        arriving = self._lane(k_BGKD).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
+        for group, rows, keys, arrived in zip(groups, own, every, arriving, strict=True):
             for x, into in zip(rows, keys, strict=True):
                 into.index_copy_(0, self._joined.own, x)
-        for group, keys, arrived in zip(groups, every, arriving, strict=True):
             arrived()
             yield group, *(x.movedim(0, 2) for x in keys)
 
