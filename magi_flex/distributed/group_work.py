@@ -15,6 +15,7 @@ from torch import Tensor
 from magi_flex.distributed import native_exchange
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.native_exchange import NativeExchange
+from magi_flex.distributed.row_copies import copy_rows
 from magi_flex.distributed.transport import RowExchange
 from magi_flex.kernels.merge import merge_lse_
 
@@ -120,7 +121,8 @@ def _finish_cast(received: Sequence[Tensor], plan: GroupPlan, into: Sequence[Ten
     if into is None:
         everywhere = plan.out_rows == len(plan.recv_index)
         into = [(x.new_empty if everywhere else x.new_zeros)(plan.out_rows, *x.shape[1:]) for x in received]
-    return [out.index_copy_(0, plan.recv_index, x) for out, x in zip(into, received, strict=True)]
+    copy_rows(received, into, target_index=plan.recv_index)
+    return list(into)
 
 
 def start_group_cast(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from magi_flex.distributed.attention_plan import JoinedKeys, Lane, SharedAttention, add_captured, wide_dtype
 from magi_flex.distributed.group_work import GroupWork, start_group_cast, start_group_reduce
+from magi_flex.distributed.row_copies import copy_rows
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest
@@ -107,8 +108,7 @@ class GroupedAttention(SharedAttention):
                 parts = [x.movedim(2, 0) for x in (grads.dk, grads.dv)]
             leaving.append((group, self._reduce(lane, parts, group)))
         for group, arrived in leaving:
-            for gradient, total in zip((dk, dv), arrived(), strict=True):
-                gradient[:, group.key] = total.movedim(0, 2)
+            copy_rows(arrived(), [x[:, group.key].movedim(2, 0) for x in (dk, dv)])
         return AttentionGradients(dq, dk, dv, tuple(captured))
 
     @property
@@ -142,8 +142,7 @@ class GroupedAttention(SharedAttention):
         casts = [self._cast(*of_group) for of_group in zip(groups, own, every, strict=True)]
         arriving = self._lane(k_BGKD).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
         for group, rows, keys, arrived in zip(groups, own, every, arriving, strict=True):
-            for x, into in zip(rows, keys, strict=True):
-                into.index_copy_(0, self._joined.own, x)
+            copy_rows(rows, keys, target_index=self._joined.own)
             arrived()
             yield group, *(x.movedim(0, 2) for x in keys)
 
@@ -162,7 +161,8 @@ class GroupedAttention(SharedAttention):
 
     def _reduce(self, lane: Lane, parts: list[Tensor], group: _Group) -> Callable[[], list[Tensor]]:
         """Sums of the gradients (rows first) of the rank's own keys over the ranks."""
-        totals = [x.index_select(0, self._joined.own) for x in parts]
+        totals = [x.new_empty(len(self._joined.own), *x.shape[1:]) for x in parts]
+        copy_rows(parts, totals, self._joined.own)
         ended = self._begin(f"gradients of {group.name}", REDUCTION)
         return lane.start(
             lambda: start_group_reduce(parts, self._joined.hops, self.group, "sum", totals, ended), [*parts, *totals]

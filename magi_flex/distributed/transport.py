@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_flex.distributed.row_copies import copy_rows
+
 ALIGNMENT = 16  # bytes; the start of every tensor inside a packed row
 
 
@@ -52,8 +54,7 @@ class RowExchange:
         from each rank."""
         self.formats, row_bytes = row_formats(tensors)
         packed = torch.empty(len(index), row_bytes, dtype=torch.uint8, device=tensors[0].device)
-        for x, form in zip(tensors, self.formats, strict=True):
-            torch.index_select(x, 0, index, out=self._column(packed, form))
+        copy_rows(tensors, [self._column(packed, form) for form in self.formats], index)
         self.received = packed.new_empty(sum(recv_splits), row_bytes)
         self.packed = packed  # kept alive until it has been sent
         self.work = dist.all_to_all_single(self.received, packed, recv_splits, send_splits, group=group, async_op=True)
