@@ -85,23 +85,25 @@ class Shape:
 
 @dataclass(frozen=True)
 class Costs:
-    """Figures of a machine; defaults: an H100 node with NVLink and 400 Gb/s InfiniBand a GPU.
+    """Figures of a machine; defaults: H200s with NVLink, as measured on two of them (docs/design.md), and 400 Gb/s
+    InfiniBand a GPU.
 
     Attributes:
         forward_flops, backward_flops: operations a second that the kernel reaches on large problems.
         node_bandwidth, network_bandwidth: bytes a second that a rank sends (and receives) inside and between nodes.
         latency: seconds that a collective costs besides its bytes.
-        launch: seconds that a kernel call costs besides its operations.
+        launch: seconds that a kernel call costs besides its operations: the gap before it, its last wave, and the small
+            kernels around it.
         memory_bandwidth: bytes a second that a rank reads and writes in its own memory.
     """
 
-    forward_flops: float = 600e12
-    backward_flops: float = 500e12
-    node_bandwidth: float = 200e9
+    forward_flops: float = 700e12
+    backward_flops: float = 550e12
+    node_bandwidth: float = 260e9
     network_bandwidth: float = 40e9
-    latency: float = 30e-6
-    launch: float = 20e-6
-    memory_bandwidth: float = 3e12
+    latency: float = 60e-6
+    launch: float = 50e-6
+    memory_bandwidth: float = 4e12
 
 
 @dataclass(frozen=True)
