@@ -178,7 +178,7 @@ class SharedAttention:
     max_score: bool = True
 
     def _check(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> None:
-        rows, keys = len(self.plan.rows), len(self.plan.keys)
+        rows, keys = self.plan.rows.shape[0], self.plan.keys.shape[0]
         for name, x, length in (("q", q_BHQD, rows), ("k", k_BGKD, keys), ("v", v_BGKE, keys)):
             if x.dim() != 4 or x.shape[2] != length:
                 raise ValueError(

@@ -119,7 +119,7 @@ def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessG
 
 def _finish_cast(received: Sequence[Tensor], plan: GroupPlan, into: Sequence[Tensor] | None = None) -> list[Tensor]:
     if into is None:
-        everywhere = plan.out_rows == len(plan.recv_index)
+        everywhere = plan.out_rows == plan.recv_index.shape[0]
         into = [(x.new_empty if everywhere else x.new_zeros)(plan.out_rows, *x.shape[1:]) for x in received]
     copy_rows(received, into, target_index=plan.recv_index)
     return list(into)
@@ -137,7 +137,7 @@ def start_group_cast(
     ``into``: tensors ``[out_rows, ...]`` that what arrives is written to, and that are the result.
     """
     group, hops = group_of(group), hops_of(plan)
-    check_rows(tensors, hops[0].in_rows, len(hops[0].send_counts), group, "input")
+    check_rows(tensors, hops[0].in_rows, len(hops[0].send_splits), group, "input")
     own = list(tensors)
 
     def step(index: int) -> Step:
@@ -243,7 +243,7 @@ def start_group_reduce(
 
 
 def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: dist.ProcessGroup, op: str) -> None:
-    check_rows(tensors, hops[-1].out_rows, len(hops[-1].send_counts), group, "output (a reduction's input)")
+    check_rows(tensors, hops[-1].out_rows, len(hops[-1].send_splits), group, "output (a reduction's input)")
     for i, x in enumerate(tensors):
         if not x.dtype.is_floating_point:
             raise ValueError(f"tensors[{i}]: has dtype {x.dtype}; reductions take floating point tensors")

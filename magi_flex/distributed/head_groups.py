@@ -59,7 +59,7 @@ class GroupedAttention(SharedAttention):
         self._check(q_BHQD, k_BGKD, v_BGKE)
         shape = (*q_BHQD.shape[:3], v_BGKE.shape[3])
         out = empty_in_order(q_BHQD, shape, fill_order(q_BHQD))
-        lse, max_score = q_BHQD.new_empty((2, *shape[:3]), dtype=wide_dtype(q_BHQD))
+        lse, max_score = (q_BHQD.new_empty(shape[:3], dtype=wide_dtype(q_BHQD)) for _ in range(2))
         kept: list[list[Tensor]] = []
         for group, k, v in self._groups(q_BHQD.shape[1], k_BGKD, v_BGKE, None):
             if keep_keys:
@@ -138,7 +138,7 @@ class GroupedAttention(SharedAttention):
                 yield group, k, v
             return
         own = [[x[:, group.key].movedim(2, 0) for x in (k_BGKD, v_BGKE)] for group in groups]
-        every = [[x.new_empty((len(self._joined.keys), *x.shape[1:])) for x in rows] for rows in own]
+        every = [[x.new_empty((self._joined.keys.shape[0], *x.shape[1:])) for x in rows] for rows in own]
         casts = [self._cast(*of_group) for of_group in zip(groups, own, every, strict=True)]
         arriving = self._lane(k_BGKD).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
         for group, rows, keys, arrived in zip(groups, own, every, arriving, strict=True):
@@ -161,7 +161,7 @@ class GroupedAttention(SharedAttention):
 
     def _reduce(self, lane: Lane, parts: list[Tensor], group: _Group) -> Callable[[], list[Tensor]]:
         """Sums of the gradients (rows first) of the rank's own keys over the ranks."""
-        totals = [x.new_empty(len(self._joined.own), *x.shape[1:]) for x in parts]
+        totals = [x.new_empty(self._joined.own.shape[0], *x.shape[1:]) for x in parts]
         copy_rows(parts, totals, self._joined.own)
         ended = self._begin(f"gradients of {group.name}", REDUCTION)
         return lane.start(

@@ -101,7 +101,7 @@ def test_choice_of_a_cut() -> None:
     def choose(costs: Costs, pairs: float, remote: float, network: bool = True, **rest: object) -> Cut:
         return choose_cut(costs, SHAPE, False, pairs, rows, rows, remote, network, **rest)
 
-    costs = Costs(latency=0.0, launch=0.0)
+    costs = Costs(latency=0.0, launch=0.0, part=0.0)
     assert choose(costs, 1e9, 0) == Cut("keys", 1)
     # Communication that dwarfs compute: cutting it hides a little compute; latency makes cuts cost something.
     slow = Costs(network_bandwidth=1e9, latency=1.0)

@@ -12,7 +12,6 @@ from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.key_ranges import needed_ranges
 from magi_flex.distributed.native_exchange import as_words, build_native, merge_rows, push_rows, sum_rows
 from magi_flex.distributed.native_kernels import flags_kernel
-from magi_flex.distributed.row_copies import launch_copy
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.merge import merge_lse
 
@@ -131,27 +130,3 @@ def test_flags() -> None:
         for rank in range(3):
             flags_kernel[(1,)](addresses, rank, call, RANKS=3, LANES=4, SIGNAL=False, WAIT=True)
         assert all((pad == call).all() for pad in pads)
-
-
-@pytest.mark.parametrize("indices", ["none", "source", "target", "both"])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
-def test_copy_rows(indices: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Heads before rows into rows before heads and back, two head dims at once, against indexing."""
-    generator = torch.Generator().manual_seed(2)
-    rows, among = (7, 13) if indices != "none" else (13, 13)
-    kept = [torch.randperm(13, generator=generator)[:rows] for _ in range(2)]
-    source_index = kept[0] if indices in ("source", "both") else None
-    target_index = kept[1] if indices in ("target", "both") else None
-    sources, targets = [], []
-    for dim, heads_first in ((24, True), (10, False)):
-        n = among if source_index is not None else rows
-        source = torch.randn(2, 3, n, dim, generator=generator).to(dtypes[0]).movedim(2, 0)
-        target = torch.zeros(2, 3, among if target_index is not None else rows, dim, dtype=dtypes[1]).movedim(2, 0)
-        sources.append(source if heads_first else source.contiguous())
-        targets.append(target.contiguous() if heads_first else target)
-    launch_copy(sources, targets, source_index, target_index)
-    for source, target in zip(sources, targets, strict=True):
-        expected = torch.zeros_like(target)
-        taken = source if source_index is None else source[source_index]
-        expected[slice(None) if target_index is None else target_index] = taken.to(dtypes[1])
-        assert torch.equal(target, expected)
