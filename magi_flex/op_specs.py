@@ -127,9 +127,15 @@ class MaskSpec:
 
         The mask may leave out such pairs; then the score mod's own graph, which looks at attended pairs only, selects.
         """
+        if self.is_full:
+            return BuiltMask(full_plan(q_len, kv_len, device))
+        # Inference tensors do not count their changes: nothing that kernels derive from them could be kept.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._build(tensors, ints, (batch, heads, q_len, kv_len), device)
+
+    def _build(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device) -> BuiltMask:
         from inductor_lowering.to_intervals import UnsupportedMask, restrict_by_program
 
-        sizes = (batch, heads, q_len, kv_len)
         if self.selection is None:
             return BuiltMask(self._mask_plan(tensors, ints, sizes, device))
         mask_tensors, mask_ints = (
@@ -138,7 +144,7 @@ class MaskSpec:
         captures = join_captures(self.selection_order, tensors[len(mask_tensors) :], ints[len(mask_ints) :])
         plan = self._mask_plan(mask_tensors, mask_ints, sizes, device)
         try:
-            return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, batch, heads))
+            return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, *sizes[:2]))
         except (IndexError, UnsupportedMask) as error:
             logger.info("score_mod: its -inf selection is not made part of the mask: %s", error)
             return BuiltMask(plan, selected=False)
@@ -151,7 +157,8 @@ class MaskSpec:
 
         batch, heads, q_len, kv_len = sizes
         own = self if self.selection is None else replace(self, selection=None, selection_order="")
-        if objection(device, has_bit_tiles=False) is None:
+        # (Without lists plan_with_report tries the same.)
+        if self.lists and objection(device, has_bit_tiles=False) is None:
             intervals = own._quick_intervals(tensors, ints, sizes, device)
             if intervals is not None:
                 return MaskPlan(intervals)
@@ -167,7 +174,7 @@ class MaskSpec:
             if self.full_lists:
                 full = BlockRows.from_lists(lists[2], lists[3], block_size, q_len, kv_len)
         elif self.program is None:
-            return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
+            return full_plan(q_len, kv_len, device)
         captures = join_captures(self.order, tensors, ints)
         program = _program(self.program)
         plan = plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
@@ -302,6 +309,22 @@ class MaskSpec:
         check_mask_shape(lists[0].shape[:2], *sizes[:2])
         listed = [listed_blocks(*lists[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
         return (block_size, listed[0], listed[1] if self.full_lists else None), join_captures(self.order, tensors, ints)
+
+
+def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
+    """The plan of a call without a mask: the same one in every call, as there is nothing that it could follow.
+
+    One that is made while a CUDA graph is captured is filled by the graph's replays alone, so it is not kept.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _full_plan.__wrapped__(q_len, kv_len, device)
+    return _full_plan(q_len, kv_len, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
+    with torch.inference_mode(False):
+        return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
 
 
 def _without_shared_memory(plan: MaskPlan, tensors: Sequence[Tensor]) -> MaskPlan:

@@ -19,7 +19,7 @@ from torch import Tensor
 from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
-from magi_flex.kernels.checks import check_inputs
+from magi_flex.kernels.checks import Layout, check_inputs
 from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
@@ -222,8 +222,9 @@ def _request(
     q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram, max_score: bool = False
 ) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
-    check_inputs(q, k, v)
-    k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
+    if k.shape[0] != q.shape[0]:
+        check_inputs(Layout.of(q, k, v))
+        k, v = (x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
     return AttentionRequest(q, k, v, plan, scale, score, max_score=max_score)
 
 

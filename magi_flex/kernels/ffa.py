@@ -17,18 +17,18 @@ from torch import Tensor
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.cuda_driver import is_tma_ready
+from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
 from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
-from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
+from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
-from magi_flex.kernels.ffa_split import key_parts, launch_combine, split_plan
+from magi_flex.kernels.ffa_split import LaunchInParts, key_parts, split_plan
 from magi_flex.kernels.layout import empty_like_filled
-from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.plan_cache import derived, kept
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -160,67 +160,17 @@ class FfaBackend(Backend):
         return earlier
 
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
-        q, k, v = request.q, request.k, request.v
-        batch, heads, q_len, _ = q.shape
         scale, score = _scale_and_score(request, backward=False)
-        if score is None:
-            q, scale = positive_scale(q, scale)
-        instance = forward_instance(
-            q.dtype,
-            q.shape[3],
-            v.shape[3],
-            heads // k.shape[1],
-            request.plan.starts.shape[1],
-            result.out.dtype == torch.float32,
-            score.kinds if score else (),
-            batch * heads * q_len,
-            multiprocessors(q.device.index),
-            accumulate,
-            score.generated if score else None,
-            request.plan.bit_tiles is not None,
-            has_room(request.plan),
-        )
-        if score is None and not accumulate and request.plan.bit_tiles is None:
-            processors = multiprocessors(q.device.index)
-            tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
-            parts = key_parts(tiles, k.shape[2], processors)
-            if parts > 1:
-                self._forward_in_parts(replace(request, q=q, scale=scale), result, instance, parts)
-                return
-        with torch.cuda.device(q.device):
-            launch_forward(
-                instance,
-                tma_ready(q),
-                tma_ready(k),
-                tma_ready(v),
-                contiguous_intervals(request.plan),
-                forward_schedule(request.plan, instance),
-                scale,
-                result.out,
-                result.lse,
-                result.max_score,
-                score,
-                request.sm_margin,
-                contiguous_bit_tiles(request.plan),
-            )
-
-    def _forward_in_parts(
-        self, request: AttentionRequest, result: AttentionOutput, instance: ForwardInstance, parts: int
-    ) -> None:
-        batch, heads, q_len, v_dim = result.out.shape
-        instance = replace(instance, narrow_tile=0, stage_out=False, wide_out=True, split_keys=True)
-        plan = split_plan(request.plan, parts, batch)
-        q = request.q.repeat(parts, 1, 1, 1)
-        out = torch.empty((parts * batch, heads, q_len, v_dim), dtype=torch.float32, device=q.device)
-        lse, max_score = torch.empty((2, parts, batch * heads * q_len), dtype=torch.float32, device=q.device)
-        k, v = tma_ready(request.k), tma_ready(request.v)
-        with torch.cuda.device(q.device):
-            schedule = forward_schedule(plan, instance)
-            scale = request.scale
-            launch_forward(
-                instance, q, k, v, plan.intervals, schedule, scale, out, lse, max_score, sm_margin=request.sm_margin
-            )
-            launch_combine(q.dtype, out, lse, max_score, result.out, result.lse, result.max_score)
+        kinds = None if score is None else (score.kinds, score.generated)
+        what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype)
+        if accumulate:
+            what += (result.out.stride(),)
+        q, k, v = request.q, request.k, request.v
+        with on_device(q.device):
+            kept_launch = kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))
+            if kept_launch.copies:
+                q, k, v, _ = _ready(q, k, v, scale, score)
+            kept_launch.launch(q, k, v, result.out, result.lse, result.max_score, score)
 
     def backward(
         self,
@@ -297,10 +247,77 @@ class FfaBackend(Backend):
         return gradients
 
 
+class _KeptLaunch(NamedTuple):
+    """Of forward calls that differ in what tensors hold alone; ``copies``: the kernel reads copies of q, k or v."""
+
+    launch: ForwardLaunch | LaunchInParts
+    copies: bool
+
+
+def _ready(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, score: KernelScore | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, v and the scale as the kernel takes them."""
+    if score is None:
+        q, scale = positive_scale(q, scale)
+    return tma_ready(q), tma_ready(k), tma_ready(v), scale
+
+
+def _forward_launch(
+    request: AttentionRequest, result: AttentionOutput, scale: float, score: KernelScore | None, accumulate: bool
+) -> _KeptLaunch:
+    """``scale`` and ``score`` as :func:`_scale_and_score` gives them."""
+    plan = request.plan
+    q, k, v, scale = _ready(request.q, request.k, request.v, scale, score)
+    copies = not all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True))
+    batch, heads, q_len, _ = q.shape
+    processors = multiprocessors(q.device.index)
+    instance = forward_instance(
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        heads // k.shape[1],
+        plan.starts.shape[1],
+        result.out.dtype == torch.float32,
+        score.kinds if score else (),
+        batch * heads * q_len,
+        processors,
+        accumulate,
+        score.generated if score else None,
+        plan.bit_tiles is not None,
+        has_room(plan),
+    )
+    if score is None and not accumulate and plan.bit_tiles is None:
+        tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
+        parts = key_parts(tiles, k.shape[2], processors)
+        if parts > 1:
+            instance = replace(instance, narrow_tile=0, stage_out=False, wide_out=True, split_keys=True)
+            plan = split_plan(plan, parts, batch)
+            schedule = forward_schedule(plan, instance)
+            margin = request.sm_margin
+            return _KeptLaunch(LaunchInParts(parts, instance, q, k, v, plan.intervals, schedule, scale, margin), copies)
+    launch = ForwardLaunch(
+        instance,
+        q,
+        k,
+        v,
+        result.out,
+        contiguous_intervals(plan),
+        forward_schedule(plan, instance),
+        scale,
+        score,
+        request.sm_margin,
+        contiguous_bit_tiles(plan),
+    )
+    return _KeptLaunch(launch, copies)
+
+
 def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
     """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
     if request.score.steps is None:
         return request.scale, generated_score(request.score, request.q.device, backward)
+    if not request.score.steps:
+        return request.scale, None
     scale, steps = leading_factors(request.scale, request.score.steps)
     return scale, kernel_score(steps) if steps else None
 

@@ -6,7 +6,8 @@ E value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
-from magi_flex.kernels.checks import check_inputs, check_plan
+from magi_flex.kernels.checks import Layout, check_known_inputs, check_plan
 from magi_flex.kernels.merge import merge_lse
 from magi_flex.mask_plan import MaskPlan
 
@@ -111,10 +112,22 @@ class AttentionRequest:
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
 
     def __post_init__(self) -> None:
-        check_inputs(self.q, self.k, self.v)
-        if self.k.shape[0] != self.q.shape[0]:
-            raise ValueError(f"key: has batch size {self.k.shape[0]}; kernels need that of query, {self.q.shape[0]}")
-        check_plan(self.plan, self.q, self.k)
+        layout = self.layout
+        check_known_inputs(layout)
+        q, k, _ = layout.shapes
+        if k[0] != q[0]:
+            raise ValueError(f"key: has batch size {k[0]}; kernels need that of query, {q[0]}")
+        check_plan(self.plan, layout)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.q, self.k, self.v)
+
+    @property
+    def launch_key(self) -> tuple[Hashable, ...]:
+        """Equal for requests of which q, k and v differ in nothing but what they hold and where they lie."""
+        misaligned = (self.q.data_ptr() % 16, self.k.data_ptr() % 16, self.v.data_ptr() % 16)
+        return self.layout, misaligned, self.sm_margin
 
 
 @dataclass(frozen=True)
