@@ -80,6 +80,11 @@ class MaskPlan:
         bits = self.bit_tiles
         return self.starts, self.ends, *(() if bits is None else (bits.row_ptr, bits.cols, bits.slot, bits.bits))
 
+    @functools.cached_property
+    def counts_changes(self) -> bool:
+        """Whether its tensors count writes to them, which inference tensors do not."""
+        return not any(x.is_inference() for x in self.tensors)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

@@ -243,7 +243,7 @@ def standin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     here = Package(request.param)
     monkeypatch.setitem(sys.modules, "magi_flex.kernels.fa4_device", Device())
     monkeypatch.setattr(fa4, "architecture", lambda device: here.arch)
-    monkeypatch.setattr(fa4, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(fa4, "_on", lambda device: contextlib.nullcontext())
     modules = types.SimpleNamespace(interface=here, block_sparsity=types.SimpleNamespace(BlockSparseTensorsTorch=Lists))
     monkeypatch.setattr(fa4, "package", lambda: modules)
     yield here

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -159,16 +158,16 @@ class ParameterBlock:
     def set_map(self, index: int, encoded: bytes) -> None:
         begin = self._offset + index * TENSOR_MAP_BYTES
         self._memory[begin : begin + TENSOR_MAP_BYTES] = encoded
+        self._moved_to[index] = None
 
-    def move_maps(self, addresses: Sequence[int]) -> None:
-        """Let the maps, from the first one on, describe tensors at these addresses, of the same sizes and strides."""
-        replace, address = _driver().cuTensorMapReplaceAddress, self.address
-        for index, (known, wanted) in enumerate(zip(self._moved_to, addresses, strict=False)):
-            if known != wanted:
-                code = replace(address + index * TENSOR_MAP_BYTES, wanted)
-                if code:
-                    _check(code, "moving a tensor map")
-                self._moved_to[index] = wanted
+    def move_map(self, index: int, address: int) -> None:
+        """Let map ``index`` describe another tensor of the same sizes and strides."""
+        if self._moved_to[index] == address:
+            return
+        code = _driver().cuTensorMapReplaceAddress(self.address + index * TENSOR_MAP_BYTES, address)
+        if code:
+            _check(code, "moving a tensor map")
+        self._moved_to[index] = address
 
     def set_rest(self, *values: int | float) -> None:
         self._rest.pack_into(self._memory, self._rest_offset, *values)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.kernels.fa4_launch import Launch, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
 from magi_flex.kernels.fa4_package import missing_package, package
@@ -23,7 +23,7 @@ from magi_flex.kernels.fa4_score import KernelScore, kernel_score
 from magi_flex.kernels.fa4_trace import unknown_operators
 from magi_flex.kernels.ffa import positive_scale
 from magi_flex.kernels.layout import empty_like_filled
-from magi_flex.kernels.plan_cache import kept
+from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -36,6 +36,7 @@ from magi_flex.kernels.request import (
 from magi_flex.kernels.score_split import leading_factors
 
 LOG2_E = math.log2(math.e)
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 ARCHITECTURES = (9, 10, 11)
 # Head dims of keys and values whose kernels ran on a Hopper GPU.
 _RUN_DIMS = ((64, 64), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
@@ -112,8 +113,8 @@ class Fa4Backend(Backend):
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), largest.fill_(-math.inf))
         key = _launch_key(request)
-        prepared = _Prepared() if key is None else kept(request.plan, key, _Prepared)
-        with on_device(q.device), torch.no_grad():
+        prepared = _Prepared() if key is None else derived(request.plan, key, _Prepared)
+        with _on(q.device), torch.no_grad():
             if prepared.launch is None:
                 _first_forward(request, out, lse, prepared)
             else:
@@ -155,7 +156,7 @@ class Fa4Backend(Backend):
         natural_d_lse = None
         if d_lse is not None:
             natural_d_lse = lay_rows(torch.where(lse == -math.inf, 0, d_lse.float() * LOG2_E))
-        with on_device(q.device), torch.no_grad():
+        with _on(q.device), torch.no_grad():
             package().interface._flash_attn_bwd(
                 *(lay(without_broadcasts(x)) for x in (q, k, v)),
                 lay(out),
@@ -193,7 +194,10 @@ def _launch_key(request: AttentionRequest) -> Hashable | None:
     steps = request.score.steps
     if steps is None or any(isinstance(step, (Distance, Bias)) for step in steps):
         return None
-    return "fa4 launch", request.launch_key, request.scale, steps
+    q, k, v = request.q, request.k, request.v
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+    layout = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, misaligned)
+    return "fa4 launch", layout, request.scale, steps
 
 
 def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared: _Prepared) -> None:
@@ -223,6 +227,11 @@ def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """The device is current; nothing to do, which takes less time, where it is."""
+    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 @functools.cache

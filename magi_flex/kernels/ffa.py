@@ -162,9 +162,7 @@ class FfaBackend(Backend):
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         scale, score = _scale_and_score(request, backward=False)
         kinds = None if score is None else (score.kinds, score.generated)
-        what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype)
-        if accumulate:
-            what += (result.out.stride(),)
+        what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype, result.out.stride(), accumulate)
         q, k, v = request.q, request.k, request.v
         with on_device(q.device):
             kept_launch = kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))

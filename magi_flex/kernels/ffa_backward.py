@@ -219,7 +219,8 @@ def launch_backward(
     )
     launcher.prepare_kernel.launch(row_blocks, _CONVERT_THREADS, launcher.prepare, stream)
 
-    launcher.backward.move_maps([x.data_ptr() for x in (q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)])
+    for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)):
+        launcher.backward.move_map(index, x.data_ptr())
     replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
     # An item visits one query head at a time: Q, dO and the float32 sums of dQ.
     visited = 2 * (instance.head_dim + instance.v_dim) + (4 * instance.head_dim if instance.sum_dq else 0)

@@ -226,7 +226,8 @@ class ForwardLaunch:
         max_score = 0 if max_score_BHQ is None else max_score_BHQ.data_ptr()
         params = self._params
         with self._lock:
-            params.move_maps(addresses[: self._maps])
+            for index in range(self._maps):
+                params.move_map(index, addresses[index])
             params.set_part(_RESULTS_OFFSET, _RESULTS, out, lse_BHQ.data_ptr(), max_score, next_item)
             if score is not None:
                 params.set_part(_SCORE_OFFSET, self._score, *score.values)

@@ -159,7 +159,8 @@ def launch_gradient_q(
         cuda_driver.fill_zero(counter, stream)
         next_item = counter.data_ptr()
     params = launcher.params
-    params.move_maps([x.data_ptr() for x in (q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)])
+    for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)):
+        params.move_map(index, x.data_ptr())
     params.set_rest(
         intervals.starts.data_ptr(),
         intervals.ends.data_ptr(),

@@ -58,11 +58,11 @@ def kept(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
     the captured work is then replayed on other contents, nor inside :func:`nothing_kept`.
     """
     tensors = plan.tensors
-    if not _keeping.on or any(x.is_inference() for x in tensors):
+    if not _keeping.on or not plan.counts_changes:
         return build()
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return build()
-    state = tuple((x.data_ptr(), x.shape, x._version) for x in tensors)
+    state = [(x.data_ptr(), x.shape, x._version) for x in tensors]
     memo: dict[Hashable, tuple[Any, T]] = plan.memo
     entry = memo.get(what)
     if entry is not None and entry[0] == state:

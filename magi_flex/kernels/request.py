@@ -6,7 +6,6 @@ E value head dim.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,6 +96,8 @@ class AttentionRequest:
 
     q ``[B, H, Q, D]``, k ``[B, G, K, D]``, v ``[B, G, K, E]``, any strides; plan's B and H are 1 or equal to q's.
 
+    ``layout`` follows from q, k and v.
+
     Raises ValueError where these do not fit together (``checks.py``): kernels index by them unchecked.
     """
 
@@ -110,18 +111,16 @@ class AttentionRequest:
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
     max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold anything
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
+    layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        layout = self.layout
+        layout = Layout.of(self.q, self.k, self.v)
+        object.__setattr__(self, "layout", layout)
         check_known_inputs(layout)
         q, k, _ = layout.shapes
         if k[0] != q[0]:
             raise ValueError(f"key: has batch size {k[0]}; kernels need that of query, {q[0]}")
         check_plan(self.plan, layout)
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return Layout.of(self.q, self.k, self.v)
 
     @property
     def launch_key(self) -> tuple[Hashable, ...]:

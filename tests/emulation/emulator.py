@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -98,9 +98,8 @@ def _tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle:
 _MAP = cuda_driver.struct.Struct("<Q4Q4Q4III32x")
 
 
-def _move_maps(block: cuda_driver.ParameterBlock, addresses: Sequence[int]) -> None:
-    for index, address in enumerate(addresses):
-        ctypes.c_uint64.from_address(block.address + index * cuda_driver.TENSOR_MAP_BYTES).value = address
+def _move_map(block: cuda_driver.ParameterBlock, index: int, address: int) -> None:
+    ctypes.c_uint64.from_address(block.address + index * cuda_driver.TENSOR_MAP_BYTES).value = address
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
@@ -108,7 +107,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     EmulatedKernel.seed = seed
     monkeypatch.setattr(cuda_driver, "Kernel", EmulatedKernel)
     monkeypatch.setattr(cuda_driver, "tensor_map", _tensor_map)
-    monkeypatch.setattr(cuda_driver.ParameterBlock, "move_maps", _move_maps)
+    monkeypatch.setattr(cuda_driver.ParameterBlock, "move_map", _move_map)
     monkeypatch.setattr(cuda_driver, "fill_zero", lambda x, stream: x.zero_())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(ffa, "on_device", lambda device: nullcontext())
