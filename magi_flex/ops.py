@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
@@ -183,19 +184,22 @@ def plan_labels(
     """As ``plan_intervals``, of a mask by labels (MaskSpec.labelled_mask), empty where the intervals are not the mask,
     and the tensors of a LabelledAttention, which then is."""
     mask = MaskSpec.from_json(spec).labelled_mask(tensors, ints, batch, heads, q_len, kv_len, device)
-    starts = torch.where(mask.holds, mask.intervals.starts, kv_len)
-    ends = torch.where(mask.holds, mask.intervals.ends, 0)
-    labels = mask.labels
-    wanted = (~mask.holds).to(torch.int32).view(1)
-    rest = (labels.rest.starts, labels.rest.ends, labels.row_labels, labels.key_labels)
-    found = (
-        starts,
-        ends,
-        _scratch(mask.intervals),
-        *(x.clone(memory_format=torch.contiguous_format) for x in rest),
-        wanted,
-    )
-    return [*found] if mask.blocks is None else [*found, mask.blocks]
+    return _label_values(mask, tensors)
+
+
+def _label_values(mask: LabelledMask, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+    """What ``plan_labels`` gives: tensors that share no memory with its inputs or one another."""
+    kv_len, labels = mask.intervals.kv_len, mask.labels
+    found = [torch.where(mask.holds, mask.intervals.starts, kv_len), torch.where(mask.holds, mask.intervals.ends, 0)]
+    found.append(_scratch(mask.intervals))
+    taken = {x.untyped_storage()._cdata for x in inputs}
+    for x in (labels.rest.starts, labels.rest.ends, labels.row_labels, labels.key_labels):
+        storage = x.untyped_storage()._cdata
+        shared = storage in taken or not x.is_contiguous()
+        found.append(x.clone(memory_format=torch.contiguous_format) if shared else x)
+        taken.add(storage)
+    found.append((~mask.holds).to(torch.int32).view(1))
+    return found if mask.blocks is None else [*found, mask.blocks]
 
 
 @torch.library.register_fake("magi_flex::plan_labels", lib=_library)
@@ -207,12 +211,9 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
 
 
 def label_tensors(mask: LabelledMask) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what ``plan_labels`` gives."""
-    rest = tuple(mask.labels.rest.starts.shape)
-    intervals = interval_tensors(tuple(mask.intervals.starts.shape), mask.intervals.kv_len)
-    labels = [(tuple(x.shape), x.dtype) for x in (mask.labels.row_labels, mask.labels.key_labels)]
-    found = [*intervals, (rest, torch.int32), (rest, torch.int32), *labels, ((1,), torch.int32)]
-    return found if mask.blocks is None else [*found, (tuple(mask.blocks.shape), torch.int8)]
+    """Shapes and dtypes of what ``plan_labels`` gives, for a mask on the meta device."""
+    with unset_fake_temporarily():
+        return [(tuple(x.shape), x.dtype) for x in _label_values(mask)]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

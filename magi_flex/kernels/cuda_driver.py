@@ -224,8 +224,10 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """The device is current; nothing to do, which takes less time, where it is."""
-    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    """The device, if it is a GPU, is current; nothing to do, which takes less time, where it is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def capture_id(stream: int) -> int | None:

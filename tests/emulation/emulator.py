@@ -110,7 +110,6 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     monkeypatch.setattr(cuda_driver.ParameterBlock, "move_map", _move_map)
     monkeypatch.setattr(cuda_driver, "fill_zero", lambda x, stream: x.zero_())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(ffa, "on_device", lambda device: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     for module in (ffa, ffa_forward, ffa_backward, ffa_gradient_q, ffa_split):
         if hasattr(module, "multiprocessors"):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inductor_lowering.packed_labels import LabelledIntervals
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import device_plans
 from magi_flex.kernels.device_plans import build_device_plan
@@ -147,3 +148,31 @@ def test_nothing_to_do() -> None:
         for kind in CLASSES:
             tiles = built(MaskPlan.from_dense(mask), 4, 4, kind)
             check_invariants(tiles, mask, 4, 4, kind)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("lengths", [(300, 37), (1, 1), (20, 513)])
+def test_rows_in_runs_of_their_labels(slots: int, lengths: tuple[int, int]) -> None:
+    """As torch's operations find them: labels that return, that are missing, that stand in one run each."""
+    generator = torch.Generator().manual_seed(0)
+    q_len, kv_len = lengths
+    rest = RowIntervals.build(
+        torch.randint(-2, kv_len, (2, 2, slots, q_len), generator=generator),
+        torch.randint(0, kv_len + 3, (2, 2, slots, q_len), generator=generator),
+        kv_len,
+    )
+    seen = set()
+    for kind in range(4):
+        keys = torch.randint(0, 9, (2, 2, kv_len), generator=generator) * (1 << 40)
+        rows = torch.randint(0, 9, (2, 2, q_len), generator=generator) * (1 << 40)
+        if kind % 2:
+            keys = -keys.sort().values  # one run each
+        if kind == 2:
+            rows = rows.fill_(torch.iinfo(torch.int64).min)  # of no key
+        mask = LabelledIntervals(rest, rows, keys)
+        intervals, holds = mask.packed()
+        by_kernel, also_holds = mask.packed_by_kernel()
+        assert torch.equal(by_kernel.starts, intervals.starts) and torch.equal(by_kernel.ends, intervals.ends)
+        assert bool(holds) == bool(also_holds)
+        seen.add(bool(holds))
+    assert seen == {True, False} or kv_len == 1
