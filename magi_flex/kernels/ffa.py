@@ -24,7 +24,7 @@ from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
-from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
+from magi_flex.kernels.ffa_schedule import Schedule, device_schedule, make_schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
 from magi_flex.kernels.ffa_split import LaunchInParts, key_parts, split_plan
 from magi_flex.kernels.layout import empty_like_filled
@@ -434,7 +434,8 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstan
     sizes = (instance.q_tile, instance.kv_tile)
 
     def build() -> Schedule:
-        return make_schedule(kernel_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
+        tiles = kernel_tile_plan(plan, *sizes, ragged=True)
+        return (device_schedule if has_room(plan) else make_schedule)(tiles, instance.narrow_tile)
 
     return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
 

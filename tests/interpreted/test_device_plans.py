@@ -13,6 +13,7 @@ from inductor_lowering.packed_labels import LabelledIntervals
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import device_plans
 from magi_flex.kernels.device_plans import build_device_plan
+from magi_flex.kernels.ffa_schedule import device_schedule, make_schedule
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 from tests.cases.masks import make_mask
@@ -176,3 +177,20 @@ def test_rows_in_runs_of_their_labels(slots: int, lengths: tuple[int, int]) -> N
         assert bool(holds) == bool(also_holds)
         seen.add(bool(holds))
     assert seen == {True, False} or kv_len == 1
+
+
+def assert_same_schedule(tiles: TilePlan, narrow_tile: int) -> None:
+    """Our kernels bring ``tiles`` into the working order of torch's operations."""
+    wanted = make_schedule(tiles, narrow_tile)
+    got = device_schedule(tiles, narrow_tile)
+    for name in ("tile_rows", "tile_runs", "tile_heads", "full_runs", "count"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+    runs = int(tiles.partial_ptr[-1])
+    assert torch.equal(got.partial_runs[:runs], wanted.partial_runs[:runs])
+
+
+@pytest.mark.parametrize("narrow_tile", [0, 32])
+@pytest.mark.parametrize("name", ["document_causal", "per_batch_and_head_mix", "nothing"])
+def test_schedules(name: str, narrow_tile: int) -> None:
+    intervals = RowIntervals.from_dense(make_mask(name, 129).dense())
+    assert_same_schedule(build_device_plan(intervals, 24, 80, False, True), narrow_tile)
