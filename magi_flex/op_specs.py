@@ -164,7 +164,7 @@ class MaskSpec:
                 return MaskPlan(intervals)
         partial = full = None
         if self.lists:
-            count = 4 if self.full_lists else 2
+            count = self._list_count
             lists, tensors = tensors[:count], tensors[count:]
             block_size, ints = (ints[0], ints[1]), ints[2:]
             check_mask_shape(lists[0].shape[:2], batch, heads)
@@ -244,12 +244,13 @@ class MaskSpec:
         from inductor_lowering.static_intervals import NotStatic, static_intervals
 
         sizes = (batch, heads, q_len, kv_len)
-        lists, captures = self._lists_and_captures(tensors, ints, sizes)
+        captures = self._known_captures(tensors, ints, sizes)
         if self.program is None:
             if self.lists:
                 raise NotStatic("block lists alone")
             return RowIntervals.full(q_len, kv_len, device), None
         intervals = static_intervals(_program(self.program), captures, *sizes, device)
+        lists = self._listed_blocks(tensors, ints, sizes)
         return intervals, None if lists is None else agreement(MaskPlan(intervals), *lists)
 
     def labelled_mask(
@@ -271,12 +272,12 @@ class MaskSpec:
         from inductor_lowering.static_intervals import NotStatic
 
         sizes = (batch, heads, q_len, kv_len)
-        lists, captures = self._lists_and_captures(tensors, ints, sizes)
+        captures = self._known_captures(tensors, ints, sizes)
         if self.program is None:
             raise NotStatic("no mask_mod")
         labels = labelled_intervals(_program(self.program), captures, *sizes, device)
         intervals, holds = labels.packed()
-        blocks = None
+        blocks, lists = None, self._listed_blocks(tensors, ints, sizes)
         if lists is not None:
             _, partial, full = lists
             holds = holds & agreement(MaskPlan(intervals), *lists)
@@ -285,14 +286,11 @@ class MaskSpec:
                 blocks = torch.where(full, torch.full_like(blocks, 2), blocks)
         return LabelledMask(intervals, holds, labels, blocks)
 
-    def _lists_and_captures(
-        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes
-    ) -> tuple[tuple[tuple[int, int], Tensor, Tensor | None] | None, tuple[Any, ...]]:
-        """(block size, which blocks are listed as partial, and as full) or None without lists; the mask_mod's captures.
+    def _known_captures(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes) -> tuple[Any, ...]:
+        """The mask_mod's captures.
 
         Raises NotStatic where the intervals of the mask cannot be had without reading from the device.
         """
-        from inductor_lowering.block_lists import listed_blocks
         from inductor_lowering.static_intervals import NotStatic
 
         if self.sharded:
@@ -301,14 +299,27 @@ class MaskSpec:
             raise NotStatic("a condition of the score mod")
         if not all(isinstance(size, int) for size in (*sizes, *ints)):
             raise NotStatic("a size that is not known")
+        if self.lists:
+            tensors, ints = tensors[self._list_count :], ints[2:]
+        return join_captures(self.order, tensors, ints)
+
+    @property
+    def _list_count(self) -> int:
+        return 4 if self.full_lists else 2
+
+    def _listed_blocks(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes
+    ) -> tuple[tuple[int, int], Tensor, Tensor | None] | None:
+        """(block size, which blocks are listed as partial, and as full) or None without lists."""
+        from inductor_lowering.block_lists import listed_blocks
+
         if not self.lists:
-            return None, join_captures(self.order, tensors, ints)
-        count = 4 if self.full_lists else 2
-        lists, tensors = tensors[:count], tensors[count:]
-        block_size, ints = (ints[0], ints[1]), ints[2:]
-        check_mask_shape(lists[0].shape[:2], *sizes[:2])
-        listed = [listed_blocks(*lists[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
-        return (block_size, listed[0], listed[1] if self.full_lists else None), join_captures(self.order, tensors, ints)
+            return None
+        block_size = (ints[0], ints[1])
+        check_mask_shape(tensors[0].shape[:2], *sizes[:2])
+        count = self._list_count
+        listed = [listed_blocks(*tensors[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
+        return block_size, listed[0], listed[1] if self.full_lists else None
 
 
 def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
