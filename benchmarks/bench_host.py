@@ -103,7 +103,7 @@ def parts_of_a_call(leaves: list[Tensor], mask: Any, backward: bool, backend: st
     order, tensors, ints = split_captures(captures)
     spec = MaskSpec(program.to_json(), order).to_json()
     plan_arguments = (tensors, ints, spec, 1, HEADS, size, size, q.device)
-    handle = torch.ops.magi_flex.plan_handle(*plan_arguments)
+    handle = torch.ops.magi_flex.plan_handle.default(*plan_arguments)
     shared = (handle, tensors, ints, spec, [], [], ScoreSpec().to_json(), DIM**-0.5, backend)
     order4 = [3, 2, 1, 0]
     forward = kernel.forward(request)
@@ -117,13 +117,13 @@ def parts_of_a_call(leaves: list[Tensor], mask: Any, backward: bool, backend: st
         orders = (order4, order4, order4)
         return {
             "kernel": lambda: kernel.backward(request, forward.out, forward.lse, d_out, None),
-            "op": lambda: torch.ops.magi_flex.attention_backward(*given, *shared, *orders),
+            "op": lambda: torch.ops.magi_flex.attention_backward.default(*given, *shared, *orders),
         }
     return {
         "kernel": lambda: kernel.forward(request),
         "request": request_and_route,
-        "op": lambda: torch.ops.magi_flex.attention(q, k, v, *shared, True, order4, False),
-        "plan": lambda: torch.ops.magi_flex.plan_handle(*plan_arguments),
+        "op": lambda: torch.ops.magi_flex.attention.default(q, k, v, *shared, True, order4, False),
+        "plan": lambda: torch.ops.magi_flex.plan_handle.default(*plan_arguments),
     }
 
 

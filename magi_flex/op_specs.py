@@ -21,7 +21,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
-from magi_flex.kernels.request import ScoreProgram
+from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
@@ -392,7 +392,7 @@ class ScoreSpec:
         are left out where one is wanted.
         """
         if self.forward is None:
-            return ScoreProgram()
+            return IDENTITY
         captures = join_captures(self.order, tensors, ints)
         steps = None
         if self.recipe is not None and selected and sizes is not None and not any(self.needs_grad):

@@ -90,6 +90,9 @@ class ScoreProgram:
         return self.steps == ()
 
 
+IDENTITY = ScoreProgram()
+
+
 @dataclass(frozen=True)
 class AttentionRequest:
     """softmax(mod(scale * q k^T)) v over the pairs of ``plan``.
@@ -106,7 +109,7 @@ class AttentionRequest:
     v: Tensor
     plan: MaskPlan
     scale: float
-    score: ScoreProgram = field(default_factory=ScoreProgram)
+    score: ScoreProgram = IDENTITY
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
     max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold anything
