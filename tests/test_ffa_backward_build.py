@@ -146,7 +146,7 @@ def test_auto_takes_what_has_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")
 def test_gradient_of_q_uses_the_matrix_units_and_spills_nothing() -> None:
-    instance = gradient_q_instance(backward_instance(torch.bfloat16, 256, 256), 8, 1)
+    instance = gradient_q_instance(backward_instance(torch.bfloat16, 256, 256, pack=8))
     cubin = instance.compile()
     assert (cubin.spill_bytes, cubin.warnings) == (0, [])
     found = instructions(cubin.code, "ffa_gradient_q")

@@ -96,8 +96,12 @@ def test_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append(check_backward(request, d_out))
     for other in results[1:]:
         assert all(torch.equal(getattr(results[0], n), getattr(other, n)) for n in ("dq", "dk", "dv"))
+    # Eight heads of one key/value head, that share steps.
     emulator.install(monkeypatch)
     q, k, v, d_out = inputs(127, 257, 64, 64, torch.float16)
+    k, v = k[:, :1], v[:, :1]
+    q, d_out = (x.repeat_interleave(2, 1) * torch.linspace(0.5, 1.5, 8).view(8, 1, 1) for x in (q, d_out))
+    q, d_out = q.to(k.dtype), d_out.to(k.dtype)
     check_backward(AttentionRequest(q, k, v, causal(127, 257), 0.1, deterministic=True), d_out)
 
 

@@ -80,13 +80,13 @@ _BACKWARD = {
 }
 # Query rows of a step without a score mod, which leaves registers for longer ones.
 _LONG_STEPS = {(64, 64): 128, (128, 128): 80}
-# Of the gradient_q kernel: (keys of a tile, buffers of K, buffers of V).
+# Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
-    (64, 64): (128, 3, 2),
-    (128, 128): (96, 3, 2),
-    (192, 128): (64, 3, 3),
-    (192, 192): (64, 2, 2),
-    (256, 256): (64, 2, 1),
+    (64, 64): (128, 2, 3, 2),
+    (128, 128): (96, 2, 2, 2),
+    (192, 128): (64, 1, 3, 3),
+    (192, 192): (64, 1, 2, 2),
+    (256, 256): (64, 1, 2, 1),
 }
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
@@ -243,13 +243,12 @@ class FfaBackend(Backend):
             score.kinds if score else (),
             score.generated if score else None,
             request.plan.bit_tiles is not None,
+            packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]),
         )
         with torch.cuda.device(q.device):
             gradient_q = None
             if not instance.sum_dq:
-                of_q = gradient_q_instance(
-                    instance, q.shape[1] // k.shape[1], request.plan.starts.shape[1], has_room(request.plan)
-                )
+                of_q = gradient_q_instance(instance, has_room(request.plan))
                 gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
             schedule = backward_schedule(request, instance, split=not deterministic)
             instance = replace(instance, counted=schedule.count is not None)
@@ -358,6 +357,7 @@ def backward_instance(
     score_steps: tuple[str, ...] = (),
     generated: GeneratedCode | None = None,
     bit_tiles: bool = False,
+    pack: int = 1,
 ) -> BackwardInstance:
     """The variant for these head dims.
 
@@ -365,6 +365,7 @@ def backward_instance(
         wide: dq, dk and dv in float32.
         wide_out: the output that is given is float32.
         deterministic: sums in a fixed order.
+        pack: query heads that may share a step (:func:`packed_heads`).
     """
     pair = next((pair for pair in _BACKWARD if head_dim <= pair[0] and v_dim <= pair[1]), None)
     assert pair is not None, "objections() turns other head dims away"
@@ -372,17 +373,15 @@ def backward_instance(
     sum_dq = sum_dq and not deterministic
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
+    pack = 1 if sum_dq else pack
+    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, pack, score_steps, generated, bit_tiles)
 
 
-def gradient_q_instance(
-    instance: BackwardInstance, group: int, mask_heads: int, counted: bool = False
-) -> GradientQInstance:
+def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
-    pack = packed_heads(group, mask_heads)
     rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles, counted)
-    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, *rest)
+    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], instance.pack, *rest)
 
 
 def packed_heads(group: int, mask_heads: int) -> int:
@@ -404,12 +403,13 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
     """Key tiles of the request's plan, kept as long as the plan's tensors are."""
     batch, heads = request.q.shape[:2]
     sizes = (instance.rows, instance.keys, batch, heads, request.k.shape[1])
+    pack = instance.pack
     processors = multiprocessors(request.q.device.index)
 
     def build() -> BackwardSchedule:
-        return plan_backward(request.plan, *sizes, processors, split)
+        return plan_backward(request.plan, *sizes, processors, split, pack)
 
-    return derived(request.plan, ("ffa backward", *sizes, split), build)
+    return derived(request.plan, ("ffa backward", *sizes, split, pack), build)
 
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:

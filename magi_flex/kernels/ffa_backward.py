@@ -46,11 +46,12 @@ class BackwardInstance:
 
     Attributes:
         head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
-        rows: query rows of a step.
+        rows: query rows of a step, (position, head) pairs.
         keys: of a key tile: 128, or 64 where the head is too wide for that.
         sum_dq: dq is summed (in no fixed order) beside dk and dv; else the gradient_q kernel makes it.
         wide: dq, dk and dv are float32.
         wide_out: the output that is given is float32.
+        pack: query heads of a step, that share a key/value head and the mask; 1 where ``sum_dq``.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
         generated: code in the place of steps.
         bit_tiles: the mask may have bit tiles.
@@ -65,10 +66,16 @@ class BackwardInstance:
     sum_dq: bool = True
     wide: bool = False
     wide_out: bool = False
+    pack: int = 1
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
     counted: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a step."""
+        return self.rows // self.pack
 
     def defines(self) -> dict[str, object]:
         return {
@@ -76,6 +83,7 @@ class BackwardInstance:
             "FFA_HEAD_DIM": self.head_dim,
             "FFA_V_DIM": self.v_dim,
             "FFA_ROWS": self.rows,
+            "FFA_PACK": self.pack,
             "FFA_KEYS": self.keys,
             "FFA_SUM_DQ": self.sum_dq,
             "FFA_WIDE": self.wide,
@@ -123,10 +131,12 @@ class _Launcher:
         self.prepare = cuda_driver.ParameterBlock(0, _PREPARE_PARAMS)
         self.backward = cuda_driver.ParameterBlock(_MAPS, instance.params())
         self.finish = cuda_driver.ParameterBlock(0, _FINISH_PARAMS)
-        by_row = (3, 2, 1, 0)  # head dim, row, head, batch
-        rows = (instance.rows, instance.keys, instance.keys, instance.rows)
-        for index, (x, height) in enumerate(zip((q, k, v, d_out), rows, strict=True)):
-            self.backward.set_map(index, cuda_driver.tensor_map(x, by_row, (64, height, 1, 1), 128))
+        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
+        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
+        rows, keys = (64, instance.pack, instance.positions, 1), (64, instance.keys, 1, 1)
+        boxes = ((q, by_row, rows), (k, by_key, keys), (v, by_key, keys), (d_out, by_row, rows))
+        for index, (x, axes, box) in enumerate(boxes):
+            self.backward.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
 
 
 _launchers = LauncherCache(_Launcher)
@@ -166,7 +176,7 @@ def launch_backward(
     batch, heads, q_len, head_dim = q_BHQD.shape
     _, kv_heads, _, v_dim = v_BGKE.shape
     mask_batch, mask_heads, slots, _ = intervals.starts.shape
-    padded_rows = -(-(q_len + instance.rows) // _CONVERT_ROWS) * _CONVERT_ROWS
+    padded_rows = -(-(q_len + instance.positions) // _CONVERT_ROWS) * _CONVERT_ROWS
     head_rows = batch * heads * padded_rows
     if head_rows >= 1 << 31 or intervals.starts.numel() >= 1 << 31:
         raise ValueError(
@@ -219,8 +229,8 @@ def launch_backward(
     for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)):
         launcher.backward.move_map(index, x.data_ptr())
     replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-    # An item visits one query head at a time: Q, dO and the float32 sums of dQ.
-    visited = 2 * (instance.head_dim + instance.v_dim) + (4 * instance.head_dim if instance.sum_dq else 0)
+    # What an item visits at a time: Q, dO and the float32 sums of dQ.
+    visited = 2 * instance.pack * (instance.head_dim + instance.v_dim) + 4 * instance.head_dim * instance.sum_dq
     section = min(replicas, max(1, _L2_BYTES // (q_len * visited)))
     plan_pointers = (plan.head_ptr.data_ptr(), plan.tile_begin.data_ptr(), plan.tile_end.data_ptr())
     dkv_targets = (dk_BGKD.data_ptr(), dv_BGKE.data_ptr(), *dk_BGKD.stride()[:3], *dv_BGKE.stride()[:3])

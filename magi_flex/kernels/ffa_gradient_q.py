@@ -34,7 +34,7 @@ class GradientQInstance:
     Attributes:
         head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
         kv_tile: keys of a key tile.
-        k_stages, v_stages: buffers of K and of V.
+        row_stages, k_stages, v_stages: buffers of Q and dO, of K, of V.
         pack: query heads in a row tile.
         wide: float32 result.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
@@ -47,6 +47,7 @@ class GradientQInstance:
     head_dim: int
     v_dim: int
     kv_tile: int
+    row_stages: int
     k_stages: int
     v_stages: int
     pack: int
@@ -70,6 +71,7 @@ class GradientQInstance:
             "FFA_V_DIM": self.v_dim,
             "FFA_KV_TILE": self.kv_tile,
             "FFA_NARROW_TILE": self.narrow_tile,
+            "FFA_ROW_STAGES": self.row_stages,
             "FFA_K_STAGES": self.k_stages,
             "FFA_V_STAGES": self.v_stages,
             "FFA_PACK": self.pack,

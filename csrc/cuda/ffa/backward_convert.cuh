@@ -26,7 +26,7 @@ struct PrepareParams {
     const void* d_out;
     const float* lse;    // [B * H, q_len]
     const float* d_lse;  // the same, or null
-    float* row_shift;    // [B * H, padded_rows]
+    float* row_shift;    // [B * H / kPack, padded_rows, kPack]
     float* row_delta;
     float4* dq_buffer;   // kHeadDim / 4 for each padded row, or null
     int* work_counter;
@@ -66,7 +66,7 @@ template <DType kType> FFA_DEVICE void load_eight(const float* source, float (&v
     *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(source + 4);
 }
 
-template <DType kType, int kHeadDim, int kVDim, class OutElement>
+template <DType kType, int kHeadDim, int kVDim, int kPack, class OutElement>
 FFA_DEVICE void prepare(const PrepareParams& params) {
     constexpr int kLanes = (kVDim > 128 ? 256 : kVDim) / 8;  // of a row
     constexpr int kPassRows = kConvertThreads / kLanes;
@@ -105,8 +105,9 @@ FFA_DEVICE void prepare(const PrepareParams& params) {
                     delta = params.d_lse ? fmaf(params.d_lse[at], -kLog2E, sum) : sum;
                 }
             }
-            params.row_shift[padded_row + block_row] = shift;
-            params.row_delta[padded_row + block_row] = delta;
+            const int64 to = (static_cast<int64>(head_row / kPack) * params.padded_rows + row) * kPack + head_row % kPack;
+            params.row_shift[to] = shift;
+            params.row_delta[to] = delta;
         }
     }
     if (params.dq_buffer == nullptr) return;

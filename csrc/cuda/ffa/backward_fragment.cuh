@@ -103,7 +103,7 @@ template <class C> struct Fragment {
         const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
         const uint2* words = reinterpret_cast<const uint2*>(shared.mask[2 * half + warp / 2]) + lane % 4;
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
-        const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = step.row + lane % 4 * 2;
+        const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = lane % 4 * 2;
         const int last_key = step.key_end - 1, last_row = params.q_len - 1;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
@@ -113,8 +113,9 @@ template <class C> struct Fragment {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 // Tables must be readable for pairs outside of the lengths too; what they hold there may be NaN.
-                const ScoreIndex at{step.batch, step.head, min(row + 8 * j + i % 2, last_row),
-                                    min(key + 8 * (i / 2), last_key)};
+                const int step_row = row + 8 * j + i % 2;
+                const ScoreIndex at{step.batch, step.head + step_row % C::kPack,
+                                    min(step.row + step_row / C::kPack, last_row), min(key + 8 * (i / 2), last_key)};
                 float& score = scores[4 * j + i];
                 float slope = 1.0f;
                 score = Score::apply(score * params.score_scale, params.score_params, at, slope);

@@ -62,13 +62,13 @@ template <class C> struct Planner {
 
     // Walks a run from its end, so that the tiles of a causal mask visit the same rows at the same time.
     FFA_DEVICE void publish_run(const Item& item, int head, int2 run, bool partial) {
-        const int first = run.x & ~(kRowGroup - 1);
+        const int first = run.x & ~(C::kRunAlign - 1);
 #pragma unroll 1
-        for (int row = first + (run.y - 1 - first) / C::kRows * C::kRows; row >= first; row -= C::kRows) {
+        for (int row = first + (run.y - 1 - first) / C::kPositions * C::kPositions; row >= first; row -= C::kPositions) {
             ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
-            const bool whole = item.key_end - item.key_begin == C::kKeys && row >= run.x && row + C::kRows <= run.y;
+            const bool whole = item.key_end - item.key_begin == C::kKeys && row >= run.x && row + C::kPositions <= run.y;
             const int plane = item.batch * params.kv_heads * params.parts * params.group + head;
-            shared.step[ring.stage] = {(plane * params.padded_rows + row) / kRowGroup,
+            shared.step[ring.stage] = {(plane * params.padded_rows + row * C::kPack) / kRowGroup,
                                        partial || !whole ? (shared.last_mask ^= 1) : 0,
                                        item.batch,
                                        head,
@@ -106,7 +106,7 @@ template <class C> struct Planner {
             if (!found) break;
             load_keys(item);
 #pragma unroll 1
-            for (int h = 0; h < params.group; ++h) publish_head(item, item.first_head + h);
+            for (int h = 0; h < params.group; h += C::kPack) publish_head(item, item.first_head + h);
         }
         ptx::mbarrier_arrive(&shared.kv_full);
         ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
@@ -126,7 +126,7 @@ template <class C> struct RowLoader {
         ptx::mbarrier_arrive_expect_bytes(full, C::kRows * kColumns * 2 + C::kRows * 4);
 #pragma unroll
         for (int p = 0; p < kColumns / kPanelColumns; ++p) {
-            ptx::tma_load_4d(tile + p * C::kRows * kPanelColumns, map, full, p * kPanelColumns, step.row, step.head,
+            ptx::tma_load_4d(tile + p * C::kRows * kPanelColumns, map, full, p * kPanelColumns, step.head, step.row,
                              step.batch);
         }
         ptx::bulk_load(rows, statistics + static_cast<int64>(step.row_group) * kRowGroup, full, C::kRows * 4);
@@ -167,7 +167,7 @@ template <class C> struct Masker {
         const uint32 plane = mask_head * params.mask.intervals * params.q_len;
 #pragma unroll 1
         for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
-            const int query = step.row + row;
+            const int query = step.row + row / C::kPack;
             const bool inside = query >= step.run_begin && query < step.run_end;
             uint32 words[C::kKeyWords] = {};
             if (inside) {

@@ -41,8 +41,9 @@ struct MaskParams {
 struct BackwardParams {
     ptx::TensorMap q, k, v, d_out;
     MaskParams mask;
-    const float* row_shift;  // [B * H, padded_rows]: lse (log2 domain), +inf for empty rows
-    const float* row_delta;  // [B * H, padded_rows]
+    // [B * H / kPack, padded_rows, kPack]: lse (log2 domain), +inf for empty rows, and delta.
+    const float* row_shift;
+    const float* row_delta;
     float* dq_buffer;        // [kPanels, dq_groups, 8 * kPanelColumns], see backward_convert.cuh
     float* dkv_buffer;  // null, or [blocks, kKeys * (kHeadDim + kVDim)]: dK and dV are summed there in float32
     void* dk;
@@ -63,12 +64,15 @@ struct BackwardParams {
 };
 
 // kKeys is 128 (Consumer: each warpgroup has 64 keys) or 64 (WideConsumer: one has dV, one dK).
-template <DType kType_, int kHeadDim_, int kVDim_, int kRows_, int kKeys_, bool kSumDq_, bool kWide_>
+template <DType kType_, int kHeadDim_, int kVDim_, int kRows_, int kPack_, int kKeys_, bool kSumDq_, bool kWide_>
 struct BackwardConfig {
     static constexpr DType kType = kType_;
     static constexpr int kHeadDim = kHeadDim_;  // of q, k; smaller ones are padded with zeros by TMA
     static constexpr int kVDim = kVDim_;        // of v, dO
-    static constexpr int kRows = kRows_;        // query rows of a step
+    static constexpr int kRows = kRows_;        // query rows of a step: (position, head) pairs, head first
+    static constexpr int kPack = kPack_;        // heads of a step
+    static constexpr int kPositions = kRows / kPack;
+    static constexpr int kRunAlign = kRowGroup / kPack;  // positions that steps begin at are multiples of it
     static constexpr int kKeys = kKeys_;        // keys of a tile
     static constexpr int kKeyWords = kKeys / 32;
     static constexpr bool kSumDq = kSumDq_;     // else dQ is another kernel's (gradient_q.cu)
@@ -85,6 +89,7 @@ struct BackwardConfig {
     static_assert(!kSumDq || (kKeys == 128 && (kHeadDim == 64 || kHeadDim == 128)), "others need another split of dQ");
     static_assert(kKeys == 128 || (kKeys == 64 && kRows == 64), "how the warpgroups share the work");
     static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
+    static_assert(kRowGroup % kPack == 0 && (kPack == 1 || !kSumDq), "the dQ buffer has one head after the other");
 };
 
 // One key tile of one key/value head, for some of its query heads.
@@ -96,9 +101,10 @@ struct Item {
     int block;  // of dkv_buffer
 };
 
-// Query rows [row, row + kRows) of one head; masked steps attend only inside [run_begin, run_end) and the intervals.
+// Positions [row, row + kPositions) of kPack heads; masked steps attend only inside [run_begin, run_end) and the
+// intervals.
 struct Step {
-    int row_group;  // of the dQ buffer, counted over all batch entries and heads; -1: no more steps
+    int row_group;  // of the dQ buffer and the statistics, counted over all batch entries and heads; -1: no more steps
     int masked;     // 0: no; else 2 and 3 by turns, the lowest bit being the phase of mask_full
     int batch, head, row;
     int run_begin, run_end;
