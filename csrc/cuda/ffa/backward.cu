@@ -15,7 +15,7 @@ using OutElement = SelectType<FFA_WIDE_OUT, float, uint16>::type;
 
 // What the host packs (magi_flex/kernels/ffa_backward.py).
 static_assert(sizeof(ffa::BackwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");
-static_assert(sizeof(ffa::PrepareParams) == 128 && sizeof(ffa::FinishParams) == 184, "layout of the parameters");
+static_assert(sizeof(ffa::PrepareParams) == 144 && sizeof(ffa::FinishParams) == 192, "layout of the parameters");
 
 extern "C" {
 
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(ffa::kThreads, 1) ffa_backward(const __grid_co
 
 __global__ void __launch_bounds__(ffa::kConvertThreads, 6)
     ffa_backward_prepare(const __grid_constant__ ffa::PrepareParams params) {
-    ffa::prepare<Config::kType, Config::kHeadDim, Config::kVDim, Config::kPack, OutElement>(params);
+    ffa::prepare<Config::kType, Config::kHeadDim, Config::kVDim, OutElement>(params);
 }
 
 __global__ void __launch_bounds__(ffa::kConvertThreads, 6)

@@ -51,6 +51,9 @@ struct BackwardParams {
     int64 dk_batch, dk_head, dk_row;  // strides in elements
     int64 dv_batch, dv_head, dv_row;
     int* work_counter;  // zero at launch
+    // Null, or whether dQ is left to gradient_q.cu, which is decided on the device; kernels of the other way have been
+    // launched as well, and return at once.
+    const int* split;
     int kv_heads, parts, group;  // a key/value head's query heads are split into `parts` items of `group` heads each
     int q_len, padded_rows, head_dim, v_dim;
     int tiles;  // of one mask head where the mask depends on the head, else of all masks

@@ -164,6 +164,7 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ffa_gradient_q(const __grid_constant__ GradientQParams params) {
+    if (params.split != nullptr && *params.split == 0) return;
     extern __shared__ __align__(1024) uint8 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     if (threadIdx.x == 0) {

@@ -42,6 +42,7 @@ struct GradientQParams {
     const float* row_delta;
     void* dq;
     int* next_item;          // zero at launch; null where there is no more than one item a CTA
+    const int* split;        // null, or whether this kernel makes dQ; else it returns at once
     int64 dq_batch, dq_head, dq_row;  // strides in elements
     float scale;        // from dS K to dQ; has the constant factors of the score steps
     float scale_log2;   // from scores (after the score steps, if there are any) to powers of two
