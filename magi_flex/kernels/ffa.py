@@ -374,7 +374,8 @@ def backward_instance(
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
     pack = 1 if sum_dq else pack
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, pack, score_steps, generated, bit_tiles)
+    kv_stages = 1 if sum_dq or keys < 128 else 2
+    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, pack, kv_stages, score_steps, generated, bit_tiles)
 
 
 def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> GradientQInstance:

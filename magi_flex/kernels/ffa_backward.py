@@ -68,6 +68,7 @@ class BackwardInstance:
     wide: bool = False
     wide_out: bool = False
     pack: int = 1
+    kv_stages: int = 1
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
@@ -86,6 +87,7 @@ class BackwardInstance:
             "FFA_ROWS": self.rows,
             "FFA_PACK": self.pack,
             "FFA_KEYS": self.keys,
+            "FFA_KV_STAGES": self.kv_stages,
             "FFA_SUM_DQ": self.sum_dq,
             "FFA_WIDE": self.wide,
             "FFA_WIDE_OUT": self.wide_out,

@@ -17,6 +17,7 @@ template <class C> struct Planner {
     const BackwardParams& params;
     BackwardShared<C>& shared;
     Ring<C::kStages> ring;
+    int items = 0;  // so far
 
     // Writes the item that work number `work` stands for.
     FFA_DEVICE bool find_item(int work, Item& item) const {
@@ -47,15 +48,16 @@ template <class C> struct Planner {
     }
 
     FFA_DEVICE void load_keys(const Item& item) const {
-        ptx::mbarrier_arrive_expect_bytes(&shared.kv_full, C::kKeys * (C::kHeadDim + C::kVDim) * 2);
+        uint64* const full = &shared.kv_full[items % C::kKvStages];
+        ptx::mbarrier_arrive_expect_bytes(full, C::kKeys * (C::kHeadDim + C::kVDim) * 2);
 #pragma unroll
         for (int p = 0; p < max(C::kPanels, C::kVPanels); ++p) {
             const int column = p * kPanelColumns, key = item.key_begin;
             if (p < C::kPanels) {
-                ptx::tma_load_4d(shared.k[p], params.k, &shared.kv_full, column, key, item.kv_head, item.batch);
+                ptx::tma_load_4d(shared.k[items % C::kKvStages][p], params.k, full, column, key, item.kv_head, item.batch);
             }
             if (p < C::kVPanels) {
-                ptx::tma_load_4d(shared.v[p], params.v, &shared.kv_full, column, key, item.kv_head, item.batch);
+                ptx::tma_load_4d(shared.v[items % C::kKvStages][p], params.v, full, column, key, item.kv_head, item.batch);
             }
         }
     }
@@ -98,17 +100,17 @@ template <class C> struct Planner {
 
     FFA_DEVICE void run() {
 #pragma unroll 1
-        for (int turn = 0;; turn ^= 1) {
-            Item& item = shared.item[turn];
+        for (;; ++items) {
+            Item& item = shared.item[items % (2 * C::kKvStages)];
             const bool found = find_item(atomicAdd(params.work_counter, 1), item);
             if (!found) item.steps = -1;
-            ptx::mbarrier_wait(&shared.kv_empty, turn ^ 1);
+            ptx::mbarrier_wait(&shared.kv_empty[items % C::kKvStages], ~(items / C::kKvStages) & 1);
             if (!found) break;
             load_keys(item);
 #pragma unroll 1
             for (int h = 0; h < params.group; h += C::kPack) publish_head(item, item.first_head + h);
         }
-        ptx::mbarrier_arrive(&shared.kv_full);
+        ptx::mbarrier_arrive(&shared.kv_full[items % C::kKvStages]);
         ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
         shared.step[ring.stage].row_group = -1;
         ptx::mbarrier_arrive(&shared.step_full[ring.stage]);

@@ -82,6 +82,7 @@ struct BackwardConfig {
     static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
     static constexpr int kStages = 2;           // of Q and dO; dS is double-buffered too
+    static constexpr int kKvStages = FFA_KV_STAGES;  // of K and V
     static constexpr int kPanels = kHeadDim / kPanelColumns;
     static constexpr int kVPanels = kVDim / kPanelColumns;
     static constexpr int kRowPanelBytes = kRows * kPanelBytes;
@@ -115,13 +116,13 @@ struct Step {
 };
 
 template <class C> struct BackwardShared {
-    alignas(1024) uint16 k[C::kPanels][C::kKeys][kPanelColumns];
-    alignas(1024) uint16 v[C::kVPanels][C::kKeys][kPanelColumns];
+    alignas(1024) uint16 k[C::kKvStages][C::kPanels][C::kKeys][kPanelColumns];
+    alignas(1024) uint16 v[C::kKvStages][C::kVPanels][C::kKeys][kPanelColumns];
     alignas(1024) uint16 q[C::kStages][C::kPanels][C::kRows][kPanelColumns];
     alignas(1024) uint16 d_out[C::kStages][C::kVPanels][C::kRows][kPanelColumns];
     union {
-        alignas(1024) uint16 ds[2][2][C::kRows][kPanelColumns];  // [buffer][keys of a warpgroup]
-        alignas(1024) float4 weights[2][C::kRows / 8][128];      // [buffer][fragment][thread], see WideConsumer
+        alignas(1024) uint16 ds[2][2][C::kSumDq ? C::kRows : 1][kPanelColumns];  // [buffer][keys of a warpgroup]
+        alignas(1024) float4 weights[2][C::kKeys == 64 ? C::kRows / 8 : 1][128];  // [buffer][fragment][thread], see WideConsumer
     };
     alignas(128) float4 dq[C::kSumDq ? 2 : 1][C::kSumDq ? C::kDqRows / 8 * 128 : 1];  // of a warpgroup: its part of dQ^T
     alignas(16) float shift[C::kStages][C::kRows];
@@ -129,8 +130,8 @@ template <class C> struct BackwardShared {
     alignas(16) uint32 mask[C::kKeyWords][C::kRows];
     Step step[C::kStages];
     int last_mask;  // Planner's: what the last masked step had
-    Item item[2];  // by turns: the next one is written while one is worked on
-    uint64 kv_full, kv_empty;
+    Item item[2 * C::kKvStages];  // in turn: the next ones are written while others are worked on
+    uint64 kv_full[C::kKvStages], kv_empty[C::kKvStages];
     uint64 step_full[C::kStages];  // step[] is written
     uint64 q_full[C::kStages], q_empty[C::kStages];
     uint64 d_out_full[C::kStages], d_out_empty[C::kStages];
