@@ -8,7 +8,7 @@ import torch
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa_backward
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.ffa import FfaBackend, backward_instance, gradient_q_instance
+from magi_flex.kernels.ffa import FfaBackend, backward_instance, gradient_q_instance, has_few_keys
 from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import (
     band_steps,
@@ -126,6 +126,14 @@ def test_heads_with_masks_of_their_own_share_key_tiles() -> None:
     schedule = plan_backward(random_plan(1, 4), ROWS, KEYS, 2, 4, 2, 132)
     begin = schedule.plan.tile_begin.view(4, -1)
     assert (begin == begin[0]).all() and (begin[0] == torch.arange(0, 700, KEYS)).all()
+
+
+def test_few_keys_are_counted() -> None:
+    plan = random_plan(2, 1)
+    mean = plan.area() / (2 * plan.q_len)
+    assert has_few_keys(plan, int(mean) + 1) is True and has_few_keys(plan, int(mean)) is False
+    window = MaskPlan(RowIntervals.full(600, 700), structure=Band(99, 0))  # what is known counts, nobody looks
+    assert has_few_keys(window, 101) is True and has_few_keys(window, 100) is False
 
 
 def test_the_plan_must_have_key_tiles() -> None:

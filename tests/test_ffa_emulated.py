@@ -229,4 +229,8 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     result = FfaBackend().forward(request)
     exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
     assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
-    check_backward(request, d_out)
+    # The host does not look at such a plan: a flag on the device says which kernels make dq, and all are launched.
+    for most_keys in (0, kv_len):
+        monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys})
+        assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
+        check_backward(request, d_out)

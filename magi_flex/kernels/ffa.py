@@ -18,7 +18,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, launch_backward
+from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, TwoKernels, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
 from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
@@ -41,6 +41,7 @@ from magi_flex.kernels.request import (
 from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
 
 
 class Tiles(NamedTuple):
@@ -80,6 +81,8 @@ _BACKWARD = {
 }
 # Query rows of a step without a score mod, which leaves registers for longer ones.
 _LONG_STEPS = {(64, 64): 128, (128, 128): 80}
+# Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
+_FEW_KEYS = {(64, 64): 1024, (128, 128): 1024}
 # Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
     (64, 64): (128, 2, 3, 2),
@@ -232,26 +235,31 @@ class FfaBackend(Backend):
                 x.zero_()
             return gradients
         scale, score = _scale_and_score(request, backward=True)
-        deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
-        instance = backward_instance(
+        fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
+        instance_of = functools.partial(
+            backward_instance,
             q.dtype,
             q.shape[3],
             v.shape[3],
             request.wide_results,
             out.dtype == torch.float32,
-            deterministic,
-            score.kinds if score else (),
-            score.generated if score else None,
-            request.plan.bit_tiles is not None,
-            packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]),
+            score_steps=score.kinds if score else (),
+            generated=score.generated if score else None,
+            bit_tiles=request.plan.bit_tiles is not None,
+            pack=packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]),
         )
+        two_kernels = None
         with torch.cuda.device(q.device):
-            gradient_q = None
-            if not instance.sum_dq:
-                of_q = gradient_q_instance(instance, has_room(request.plan))
-                gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
-            schedule = backward_schedule(request, instance, split=not deterministic)
-            instance = replace(instance, counted=schedule.count is not None)
+            instance = instance_of(deterministic=fixed_order)
+            few: bool | Tensor = False
+            if instance.sum_dq and score is None and request.plan.bit_tiles is None:
+                few = has_few_keys(request.plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
+            if few is True:
+                fixed_order = True
+                instance = instance_of(deterministic=True)
+            elif isinstance(few, Tensor):
+                two_kernels = TwoKernels(*self._kernels(request, instance_of(deterministic=True), True), few)
+            instance, schedule, gradient_q = self._kernels(request, instance, fixed_order)
             launch_backward(
                 instance,
                 tma_ready(q),
@@ -271,8 +279,20 @@ class FfaBackend(Backend):
                 gradient_q,
                 request.sm_margin,
                 contiguous_bit_tiles(request.plan),
+                two_kernels,
             )
         return gradients
+
+    def _kernels(
+        self, request: AttentionRequest, instance: BackwardInstance, fixed_order: bool
+    ) -> tuple[BackwardInstance, BackwardSchedule, GradientQ | None]:
+        """What :func:`launch_backward` takes for ``instance``."""
+        gradient_q = None
+        if not instance.sum_dq:
+            of_q = gradient_q_instance(instance, has_room(request.plan))
+            gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
+        schedule = backward_schedule(request, instance, split=not fixed_order)
+        return replace(instance, counted=schedule.count is not None), schedule, gradient_q
 
 
 def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
@@ -374,8 +394,7 @@ def backward_instance(
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
     pack = 1 if sum_dq else pack
-    kv_stages = 1 if sum_dq or keys < 128 else 2
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, pack, kv_stages, score_steps, generated, bit_tiles)
+    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, pack, score_steps, generated, bit_tiles)
 
 
 def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> GradientQInstance:
@@ -411,6 +430,22 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
         return plan_backward(request.plan, *sizes, processors, split, pack)
 
     return derived(request.plan, ("ffa backward", *sizes, split, pack), build)
+
+
+def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:
+    """Whether a row of ``plan`` (without bit tiles) attends to fewer than ``limit`` keys on average.
+
+    An int32 ``[1]`` on the plan's device where the host would have to wait for it: plans that are built there.
+    """
+
+    def build() -> bool | Tensor:
+        if isinstance(plan.structure, Band):
+            return plan.structure.area(plan.q_len, plan.kv_len) < limit * plan.q_len
+        keys = (plan.ends - plan.starts).clamp_(min=0).sum(dtype=torch.int64)
+        few = keys < limit * plan.starts[:, :, 0].numel()
+        return few.int().view(1) if has_room(plan) else bool(few)
+
+    return derived(plan, ("ffa few keys", limit), build)
 
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:

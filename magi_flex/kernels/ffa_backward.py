@@ -68,7 +68,6 @@ class BackwardInstance:
     wide: bool = False
     wide_out: bool = False
     pack: int = 1
-    kv_stages: int = 1
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
@@ -78,6 +77,11 @@ class BackwardInstance:
     def positions(self) -> int:
         """Query positions of a step."""
         return self.rows // self.pack
+
+    @property
+    def kv_stages(self) -> int:
+        """Buffers of K and V: two where they fit, so that an item's are there when the one before is done."""
+        return 2 if self.keys == 128 and not self.sum_dq else 1
 
     def defines(self) -> dict[str, object]:
         return {
