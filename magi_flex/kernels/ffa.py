@@ -82,11 +82,11 @@ _BACKWARD = {
 # Query rows of a step without a score mod, which leaves registers for longer ones.
 _LONG_STEPS = {(64, 64): 128, (128, 128): 80}
 # Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
-_FEW_KEYS = {(64, 64): 1024, (128, 128): 1024}
+_FEW_KEYS = {(64, 64): 832, (128, 128): 832}
 # Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
     (64, 64): (128, 2, 3, 2),
-    (128, 128): (96, 2, 2, 2),
+    (128, 128): (64, 2, 3, 3),
     (192, 128): (64, 1, 3, 3),
     (192, 192): (64, 1, 2, 2),
     (256, 256): (64, 1, 2, 1),

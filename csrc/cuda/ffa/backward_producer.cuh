@@ -150,8 +150,8 @@ template <class C> struct RowLoader {
     }
 };
 
-// Turns the row intervals and bit tiles of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query
-// row i.
+// Turns the row intervals and bit tiles of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of position
+// i.
 template <class C> struct Masker {
     const BackwardParams& params;
     BackwardShared<C>& shared;
@@ -168,8 +168,8 @@ template <class C> struct Masker {
         const int mask_head = mask_head_of(params, step.batch, step.head);
         const uint32 plane = mask_head * params.mask.intervals * params.q_len;
 #pragma unroll 1
-        for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
-            const int query = step.row + row / C::kPack;
+        for (int row = ptx::lane_index(); row < C::kPositions; row += 32) {
+            const int query = step.row + row;
             const bool inside = query >= step.run_begin && query < step.run_end;
             uint32 words[C::kKeyWords] = {};
             if (inside) {

@@ -127,7 +127,7 @@ template <class C> struct BackwardShared {
     alignas(128) float4 dq[C::kSumDq ? 2 : 1][C::kSumDq ? C::kDqRows / 8 * 128 : 1];  // of a warpgroup: its part of dQ^T
     alignas(16) float shift[C::kStages][C::kRows];
     alignas(16) float delta[C::kStages][C::kRows];
-    alignas(16) uint32 mask[C::kKeyWords][C::kRows];
+    alignas(16) uint32 mask[C::kKeyWords][C::kPositions];
     Step step[C::kStages];
     int last_mask;  // Planner's: what the last masked step had
     Item item[2 * C::kKvStages];  // in turn: the next ones are written while others are worked on
