@@ -146,6 +146,13 @@ class FfaBackend(Backend):
         self._forward(request, result, accumulate=False)
         return result
 
+    def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
+        in_kernel = is_tma_ready(result.out) and result.lse.is_contiguous() and result.max_score.is_contiguous()
+        if in_kernel and result.out.numel() and request.k.shape[2]:
+            self._forward(request, result, accumulate=False)
+        else:
+            super().forward_into(request, result)
+
     def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
         parts = (earlier.lse, earlier.max_score)
         in_kernel = is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
@@ -226,9 +233,22 @@ class FfaBackend(Backend):
         d_out: Tensor,
         d_lse: Tensor | None,
     ) -> AttentionGradients:
+        dtype = torch.float32 if request.wide_results else request.q.dtype
+        dq = empty_like_filled(request.q, request.q.shape, dtype)
+        return self._backward(request, out, lse, d_out, d_lse, dq)
+
+    def backward_into(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
+        if not is_tma_ready(dq):
+            return super().backward_into(request, out, lse, d_out, d_lse, dq)
+        return self._backward(request, out, lse, d_out, d_lse, dq)
+
+    def _backward(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dtype = torch.float32 if request.wide_results else q.dtype
-        dq, dk, dv = (empty_like_filled(x, x.shape, dtype) for x in (q, k, v))
+        dk, dv = (empty_like_filled(x, x.shape, torch.float32 if request.wide_results else x.dtype) for x in (k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
@@ -242,6 +262,7 @@ class FfaBackend(Backend):
             q.shape[3],
             v.shape[3],
             request.wide_results,
+            dq.dtype == torch.float32,
             out.dtype == torch.float32,
             score_steps=score.kinds if score else (),
             generated=score.generated if score else None,
@@ -372,6 +393,7 @@ def backward_instance(
     head_dim: int,
     v_dim: int,
     wide: bool = False,
+    wide_dq: bool = False,
     wide_out: bool = False,
     deterministic: bool = False,
     score_steps: tuple[str, ...] = (),
@@ -382,7 +404,7 @@ def backward_instance(
     """The variant for these head dims.
 
     Args:
-        wide: dq, dk and dv in float32.
+        wide, wide_dq: dk and dv, and dq, in float32.
         wide_out: the output that is given is float32.
         deterministic: sums in a fixed order.
         pack: query heads that may share a step (:func:`packed_heads`).
@@ -394,13 +416,15 @@ def backward_instance(
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
     pack = 1 if sum_dq else pack
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, pack, score_steps, generated, bit_tiles)
+    return BackwardInstance(
+        *(dtype, *pair, rows, keys, sum_dq, wide, wide_dq, wide_out, pack, score_steps, generated, bit_tiles)
+    )
 
 
 def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
-    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles, counted)
+    rest = (instance.wide_dq, instance.score_steps, instance.generated, instance.bit_tiles, counted)
     return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], instance.pack, *rest)
 
 

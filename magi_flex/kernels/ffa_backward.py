@@ -50,7 +50,8 @@ class BackwardInstance:
         rows: query rows of a step, (position, head) pairs.
         keys: of a key tile: 128, or 64 where the head is too wide for that.
         sum_dq: dq is summed (in no fixed order) beside dk and dv; else the gradient_q kernel makes it.
-        wide: dq, dk and dv are float32.
+        wide: dk and dv are float32.
+        wide_dq: dq is float32.
         wide_out: the output that is given is float32.
         pack: query heads of a step, that share a key/value head and the mask; 1 where ``sum_dq``.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
@@ -66,6 +67,7 @@ class BackwardInstance:
     keys: int = 128
     sum_dq: bool = True
     wide: bool = False
+    wide_dq: bool = False
     wide_out: bool = False
     pack: int = 1
     score_steps: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ class BackwardInstance:
             "FFA_KV_STAGES": self.kv_stages,
             "FFA_SUM_DQ": self.sum_dq,
             "FFA_WIDE": self.wide,
+            "FFA_WIDE_DQ": self.wide_dq,
             "FFA_WIDE_OUT": self.wide_out,
             "FFA_BIT_TILES": self.bit_tiles,
             "FFA_COUNTED": self.counted,

@@ -157,11 +157,10 @@ template <class C, int kColumns> FFA_DEVICE void finish_keys(const FinishParams&
     }
 }
 
-template <class C> FFA_DEVICE void finish(const FinishParams& params) {
+template <class C, class Element> FFA_DEVICE void finish(const FinishParams& params) {
     if (params.split != nullptr && *params.split) return;
     constexpr DType kType = C::kType;
     constexpr int kHeadDim = C::kHeadDim;
-    using Element = typename C::GradientType;
     if (blockIdx.x >= params.row_blocks) {
         const int job = blockIdx.x - params.row_blocks;
         if (C::kHeadDim == C::kVDim) {
