@@ -64,13 +64,20 @@ template <class C> struct Fragment {
         }
     }
 
+    // Mask bits of the rows 8 j + 2 (lane % 4) (+ 1).
+    FFA_DEVICE uint2 mask_words(int j) const {
+        const uint32* words = shared.mask[2 * half + warp / 2];
+        const int row = 8 * j + lane % 4 * 2;
+        if constexpr (C::kPack == 1) return *reinterpret_cast<const uint2*>(words + row);
+        const uint32 word = words[row / C::kPack];
+        return {word, word};
+    }
+
     FFA_DEVICE void apply_mask(float (&weights)[kScores]) const {
-        const uint2* words =
-            reinterpret_cast<const uint2*>(shared.mask[2 * half + warp / 2]) + lane % 4;
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
-            const uint2 word = words[4 * j];
+            const uint2 word = mask_words(j);
             if (!(word.x & low)) weights[4 * j] = 0.0f;
             if (!(word.y & low)) weights[4 * j + 1] = 0.0f;
             if (!(word.x & high)) weights[4 * j + 2] = 0.0f;
@@ -101,20 +108,20 @@ template <class C> struct Fragment {
         const Step& step = shared.step[stage];
         const bool masked = step.masked;
         const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
-        const uint2* words = reinterpret_cast<const uint2*>(shared.mask[2 * half + warp / 2]) + lane % 4;
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
-        const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = step.row + lane % 4 * 2;
+        const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = lane % 4 * 2;
         const int last_key = step.key_end - 1, last_row = params.q_len - 1;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const float2 row_shift = shift[4 * j];
-            const uint2 word = masked ? words[4 * j] : uint2{0xffffffffu, 0xffffffffu};
+            const uint2 word = masked ? mask_words(j) : uint2{0xffffffffu, 0xffffffffu};
             float weight[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 // Tables must be readable for pairs outside of the lengths too; what they hold there may be NaN.
-                const ScoreIndex at{step.batch, step.head, min(row + 8 * j + i % 2, last_row),
-                                    min(key + 8 * (i / 2), last_key)};
+                const int step_row = row + 8 * j + i % 2;
+                const ScoreIndex at{step.batch, step.head + step_row % C::kPack,
+                                    min(step.row + step_row / C::kPack, last_row), min(key + 8 * (i / 2), last_key)};
                 float& score = scores[4 * j + i];
                 float slope = 1.0f;
                 score = Score::apply(score * params.score_scale, params.score_params, at, slope);
