@@ -1,7 +1,10 @@
 """Score mods as CUDA code for the Hopper kernels: from a score program to the header ``generated.cuh``.
 
-    score_math::GeneratedScore::apply(score, args, at) -> score
-    score_math::GeneratedScore::apply(score, args, at, slope) -> the same; slope is multiplied by the derivative
+    score_math::GeneratedScore::of_head(args, batch, head) -> Head      what depends on batch entry and head alone
+    score_math::GeneratedScore::of_row(args, head, row) -> Row          what depends on the row as well
+    score_math::GeneratedScore::of_key(args, head, key) -> Key          or on the key
+    score_math::GeneratedScore::apply(score, args, head, row, key) -> score
+    score_math::GeneratedScore::apply(score, args, head, row, key, slope) -> score; slope *= the derivative
 
 What a graph computes from its captures alone runs before the kernel as torch operations (score_split.py).  Captured
 tensors are read where they lie, by address, sizes and strides; captured numbers are arguments of the launch.  The code
@@ -23,7 +26,7 @@ from magi_flex.kernels.cuda_emit import KERNEL_DTYPES, RULES, cast, cuda_type, n
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
 from magi_flex.kernels.request import IndexMap, ScoreProgram
 from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, Split, per_program, split_of
-from magi_flex.kernels.score_walk import ScoreWalk, Value, kernel_inputs
+from magi_flex.kernels.score_walk import NO_AXES, ScoreWalk, Value, kernel_inputs
 
 SUPPORTED = frozenset(RULES) | {"aten::index", "flex_lib::zeros_and_scatter", "sum"}
 
@@ -127,23 +130,53 @@ class _Graph:
             launch.add(what, x)
 
 
+_SCORE = frozenset("qk")
+_LEVELS = {NO_AXES: "head", frozenset("q"): "row", frozenset("k"): "key", _SCORE: ""}
+
+
+class _Code:
+    """Definitions by what they depend on: fields of Head, Row and Key, and variables of single scores.
+
+    Equal expressions are one definition, so that a gradient's code shares what it can with the score's.
+    """
+
+    def __init__(self) -> None:
+        self.fields: dict[str, list[str]] = {level: [] for level in _LEVELS.values()}
+        self.lines: dict[str, list[str]] = {level: [] for level in _LEVELS.values()}
+        self._names: dict[tuple[str, str, frozenset[str]], str] = {}
+
+    def define(self, kind: str, code: str, axes: frozenset[str]) -> str:
+        """How ``code``, of the C++ type ``kind``, is called from now on."""
+        key = (kind, code, axes)
+        if key not in self._names:
+            level, name = _LEVELS[axes], f"v{len(self._names)}"
+            if level:
+                self.fields[level].append(f"{kind} {name};")
+                self.lines[level].append(f"{level}.{name} = {code};")
+            else:
+                self.lines[level].append(f"const {kind} {name} = {code};")
+            self._names[key] = f"{level}.{name}" if level else name
+        return self._names[key]
+
+
 class _Writer(ScoreWalk):
-    """The lines of one graph."""
+    """Adds the definitions of one graph."""
 
     rules, cast = RULES, staticmethod(cast)
+    names = ("score", "head.b", "head.h", "row.q", "key.k", "grad")
 
-    def __init__(self, graph: _Graph, launch: _Arguments) -> None:
+    def __init__(self, graph: _Graph, launch: _Arguments, code: _Code) -> None:
         super().__init__(graph.program, graph.arguments)
-        self.prefix, self.split = graph.prefix, graph.split
+        self.split, self.code = graph.split, code
         self.tables: dict[int, tuple[str, Tensor]] = {}  # with their names
         for step, (x, dtype) in graph.constants.items():
-            self.define(step, number(x, dtype), torch.empty((), dtype=dtype, device="meta"), frozenset())
+            self.define(step, number(x, dtype), torch.empty((), dtype=dtype, device="meta"), NO_AXES)
         for step, what in graph.inputs.items():
             name, x = launch.inputs[what]
             if not isinstance(x, Tensor):
                 self.values[step] = Value(name, x)
             elif x.dim() == 0:
-                self.define(step, _load(x.dtype, name, "0"), x.to("meta"), frozenset())
+                self.define(step, _load(x.dtype, name, "0"), x.to("meta"), NO_AXES)
             else:
                 self.tables[step] = (name, x)
         for step in self.split.tile:
@@ -159,9 +192,7 @@ class _Writer(ScoreWalk):
         return number(x, dtype)
 
     def define(self, step: int, code: str, meta: Tensor, axes: frozenset[str]) -> None:
-        name = f"{self.prefix}{len(self.lines)}"
-        self.lines.append(f"const {cuda_type(meta.dtype)} {name} = {code};")
-        self.values[step] = Value(name, meta, axes)
+        self.values[step] = Value(self.code.define(cuda_type(meta.dtype), code, axes), meta, axes)
 
     def value(self, step: int) -> Value:
         if step not in self.values:
@@ -185,16 +216,14 @@ class _Writer(ScoreWalk):
         offset = _offset_type(table)
         inside, terms = [], []
         for axis, index in enumerate(found):
-            at = f"{self.prefix}{len(self.lines)}"
             size, stride = (f"static_cast<{offset}>({name}_{what}{axis})" for what in ("size", "stride"))
-            self.lines.append(f"{offset} {at};")
-            self.lines.append(f"const bool {at}_inside = locate<{offset}>({index.code}, {size}, {at});")
-            inside.append(f"{at}_inside")
-            terms.append(f"{at} * {stride}")
+            at = self.code.define(offset, f"position<{offset}>({index.code}, {size})", index.axes)
+            inside.append(self.code.define("bool", f"{at} >= 0", index.axes))
+            terms.append(self.code.define(offset, f"{at} * {stride}", index.axes))
         # A pair that attends and indexes out of bounds must be seen: its score is NaN.
         other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
         code = f"{' && '.join(inside)} ? {_load(table.dtype, name, ' + '.join(terms))} : {other}"
-        axes = frozenset[str]().union(*(index.axes for index in found))
+        axes = NO_AXES.union(*(index.axes for index in found))
         self.define(step, code, torch.empty((1,) * 4, dtype=table.dtype, device="meta"), axes)
 
     def result(self) -> str:
@@ -233,18 +262,17 @@ def _generate(score: ScoreProgram, device: torch.device, backward: bool) -> Kern
         graph.add_inputs(launch, score.captures)
 
     def generate() -> tuple[GeneratedCode, list[_Graph]]:
-        writers = [_Writer(graph, launch) for graph in graphs]
-        text = _text(launch.fields, places, [(writer.lines, writer.result()) for writer in writers])
-        return GeneratedCode(text, launch.format or "q"), graphs  # the graphs, so that they live as long as their ids
+        code = GeneratedCode(_text(launch, places, graphs), launch.format or "q")
+        return code, graphs  # the graphs, so that they live as long as their ids
 
     key = ("code", *map(id, graphs), launch.kinds())
     code, _ = per_program(score.forward, key, generate)
     return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code)
 
 
-def _places(launch: _Arguments, index_map: IndexMap) -> list[str]:
-    """Definitions of b, h, q and k, as the mod sees them."""
-    found = {"b": "at.batch", "h": "at.head", "q": "at.row", "k": "at.key"}
+def _places(launch: _Arguments, index_map: IndexMap) -> dict[str, str]:
+    """b, h, q and k, as the mod sees them."""
+    found = {"b": "batch", "h": "head_index", "q": "row_index", "k": "key_index"}
     for name, offset in (("b", index_map.b_offset), ("h", index_map.h_offset)):
         if offset:
             launch.add(name, offset)
@@ -253,16 +281,36 @@ def _places(launch: _Arguments, index_map: IndexMap) -> list[str]:
         if index is not None:
             launch.add(name, index.to(torch.int32).contiguous())
             found[name] = f"load<int>({launch.inputs[name][0]}, {found[name]})"
-    return [f"const int {name} = {code};" for name, code in found.items()]
+    return found
 
 
-def _text(fields: Sequence[str], places: Sequence[str], bodies: Sequence[tuple[list[str], str]]) -> str:
-    def function(parameter: str, lines: Sequence[str], end: Sequence[str]) -> list[str]:
-        body = [*places, *lines, *end]
-        head = f"    FFA_DEVICE static float apply(float score, const Params& args, const ScoreIndex& at{parameter}) {{"
-        return [head, *(f"        {line}" for line in body), "    }"]
+def _text(launch: _Arguments, places: dict[str, str], graphs: Sequence[_Graph]) -> str:
+    """The header, from the score's graph and, for the backward kernels, that of its gradient."""
+    code = _Code()
+    result = _Writer(graphs[0], launch, code).result()
+    apply = list(code.lines[""])
+    derivative = _Writer(graphs[1], launch, code).result() if len(graphs) > 1 else None
 
-    lines, result = bodies[0]
+    def level(name: str, places_here: dict[str, str], parameters: str) -> list[str]:
+        kind = name.capitalize()
+        return [
+            f"    struct {kind} {{",
+            *(f"        int {place};" for place in places_here),
+            *(f"        {field}" for field in code.fields[name]),
+            "    };",
+            f"    FFA_DEVICE static {kind} of_{name}(const Params& args, {parameters}) {{",
+            f"        {kind} {name};",
+            *(f"        {name}.{place} = {value};" for place, value in places_here.items()),
+            *(f"        {line}" for line in code.lines[name]),
+            f"        return {name};",
+            "    }",
+        ]
+
+    def function(parameter: str, lines: Sequence[str]) -> list[str]:
+        parameters = f"float score, const Params& args, const Head& head, const Row& row, const Key& key{parameter}"
+        head = f"    FFA_DEVICE static float apply({parameters}) {{"
+        return [head, *(f"        {line}" for line in lines), f"        return {result};", "    }"]
+
     text = [
         "// Generated by magi_flex from a score mod; see magi_flex/kernels/ffa_generated_score.py.",
         "namespace score_math {",
@@ -270,12 +318,13 @@ def _text(fields: Sequence[str], places: Sequence[str], bodies: Sequence[tuple[l
         "    static constexpr int kCount = 1;",
         "    static constexpr bool kSlopes = true;",
         "    struct Params {",
-        *(f"        {field}" for field in fields or ["int64 unused;"]),
+        *(f"        {field}" for field in launch.fields or ["int64 unused;"]),
         "    };",
-        *function("", lines, [f"return {result};"]),
+        *level("head", {"b": places["b"], "h": places["h"]}, "int batch, int head_index"),
+        *level("row", {"q": places["q"]}, "const Head& head, int row_index"),
+        *level("key", {"k": places["k"]}, "const Head& head, int key_index"),
+        *function("", apply),
     ]
-    if len(bodies) > 1:
-        of_gradient, derivative = bodies[1]
-        end = ["const float grad = 1.0f;", *of_gradient, f"slope *= {derivative};", f"return {result};"]
-        text += function(", float& slope", lines, end)
+    if derivative is not None:
+        text += function(", float& slope", ["const float grad = 1.0f;", *code.lines[""], f"slope *= {derivative};"])
     return "\n".join([*text, "};", "}  // namespace score_math", ""])

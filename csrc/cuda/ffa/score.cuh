@@ -1,5 +1,8 @@
 // Score mods, applied to a fragment of scores: a sequence of simple steps (magi_flex/kernels/request.py), or code that was
 // generated from the mod's graph (FFA_GENERATED_SCORE; magi_flex/kernels/ffa_generated_score.py).
+//
+// A mod works in four parts, so that a kernel does each as seldom as its fragment allows: what depends on batch entry and
+// head alone (Head), on them and the row (Row), on them and the key (Key), and `apply` for each score.
 #pragma once
 
 #include "ptx.cuh"
@@ -61,14 +64,29 @@ template <ScoreStep... kSteps> struct ScoreSteps {
     struct Params {
         ScoreStepParams steps[kCount];
     };
+    struct Head {
+        int batch, head;
+    };
+    struct Row {
+        int row;
+    };
+    struct Key {
+        int key;
+    };
 
-    FFA_DEVICE static float apply(float score, const Params& params, const ScoreIndex& at) {
+    FFA_DEVICE static Head of_head(const Params&, int batch, int head) { return {batch, head}; }
+    FFA_DEVICE static Row of_row(const Params&, const Head&, int row) { return {row}; }
+    FFA_DEVICE static Key of_key(const Params&, const Head&, int key) { return {key}; }
+    FFA_DEVICE static float apply(float score, const Params& params, const Head& head, const Row& row, const Key& key) {
         const ScoreStepParams* step = params.steps;
+        const ScoreIndex at{head.batch, head.head, row.row, key.key};
         ((score = apply_score_step<kSteps>(score, *step++, at)), ...);
         return score;
     }
-    FFA_DEVICE static float apply(float score, const Params& params, const ScoreIndex& at, float& slope) {
+    FFA_DEVICE static float apply(float score, const Params& params, const Head& head, const Row& row, const Key& key,
+                                  float& slope) {
         const ScoreStepParams* step = params.steps;
+        const ScoreIndex at{head.batch, head.head, row.row, key.key};
         ((score = apply_score_step<kSteps>(score, *step++, at, slope)), ...);
         return score;
     }
@@ -80,8 +98,6 @@ template <> struct ScoreSteps<ScoreStep::none> {
     struct Params {
         ScoreStepParams unused;
     };
-    FFA_DEVICE static float apply(float score, const Params&, const ScoreIndex&) { return score; }
-    FFA_DEVICE static float apply(float score, const Params&, const ScoreIndex&, float&) { return score; }
 };
 
 #if FFA_GENERATED_SCORE
