@@ -19,7 +19,9 @@ from magi_flex.fx_program import FxProgram
 from magi_flex.kernels.cuda_build import SOURCES
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_generated_score import generated_score
+from magi_flex.kernels.ffa_score import KernelScore
 from magi_flex.kernels.request import IndexMap, RequestFacts, ScoreProgram
+from magi_flex.kernels.score_distance import Lengths
 from magi_flex.kernels.score_split import has_linear_gradient
 from tests.cases.score_mods import SCORE_MODS, ScoreMod, make_score_mod
 from tests.cases.score_programs import program_of_case, traced_score
@@ -138,9 +140,13 @@ def in_torch(score: ScoreProgram, program: FxProgram, *grad: Tensor) -> Tensor:
     return torch.where(inside, value, torch.nan)
 
 
+def code_of(score: ScoreProgram, backward: bool, heads_last: bool = False) -> KernelScore:
+    return generated_score(score, CPU, backward, Lengths(HEADS, Q_LEN, KV_LEN), heads_last)
+
+
 def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """(results, slopes) of the generated code of each program."""
-    kernels = {name: generated_score(score, CPU, backward=True) for name, score in scores.items()}
+    kernels = {name: code_of(score, True, number % 2 == 1) for number, (name, score) in enumerate(scores.items())}
     mods = []
     for name, kernel in kernels.items():
         assert kernel.generated is not None
@@ -196,12 +202,12 @@ def test_code_means_what_torch_means(tmp_path: Path) -> None:
 def test_new_contents_are_the_same_code() -> None:
     bind, captures = CASES["numbers"]
     score = traced_score(bind, captures)
-    first = generated_score(score, CPU, backward=False)
+    first = code_of(score, False)
     other = replace(score, captures=(torch.tensor(9.0, dtype=torch.float64), torch.tensor(1), torch.tensor(False)))
-    second = generated_score(other, CPU, backward=False)
+    second = code_of(other, False)
     assert first.generated is second.generated and first.values != second.values
     wider = replace(score, captures=(torch.tensor(9.0), *captures[1:]))
-    assert generated_score(wider, CPU, backward=False).generated != first.generated
+    assert code_of(wider, False).generated != first.generated
 
 
 class Clipped(torch.autograd.Function):
@@ -232,4 +238,4 @@ def test_only_multiples_of_the_gradient() -> None:
 def test_what_has_no_code_is_refused() -> None:
     score = traced_score(lambda: lambda score, b, h, q, k: torch.round(score, decimals=2))
     with pytest.raises(ValueError, match="rounding to decimals.*choose another backend"):
-        generated_score(score, CPU, backward=False)
+        code_of(score, False)

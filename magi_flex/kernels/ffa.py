@@ -38,6 +38,7 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
+from magi_flex.kernels.score_distance import Lengths
 from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
@@ -279,7 +280,11 @@ class FfaBackend(Backend):
 def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
     """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
     if request.score.steps is None:
-        return request.scale, generated_score(request.score, request.q.device, backward)
+        q, k = request.q, request.k
+        lengths = Lengths(q.shape[1], q.shape[2], k.shape[2])
+        # Forward, neighbouring threads have several heads of a row; backward, several rows of a head.
+        heads_last = not backward and packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]) > 1
+        return request.scale, generated_score(request.score, q.device, backward, lengths, heads_last)
     scale, steps = leading_factors(request.scale, request.score.steps)
     return scale, kernel_score(steps) if steps else None
 

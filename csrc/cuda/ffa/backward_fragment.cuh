@@ -104,19 +104,17 @@ template <class C> struct Fragment {
         const uint2* words = reinterpret_cast<const uint2*>(shared.mask[2 * half + warp / 2]) + lane % 4;
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
         const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = step.row + lane % 4 * 2;
-        // Tables must be readable for pairs outside of the lengths too; what they hold there may be NaN.
         const int last_key = step.key_end - 1, last_row = params.q_len - 1;
         const auto head = Score::of_head(params.score_params, step.batch, step.head);
-        const typename Score::Key keys[2] = {Score::of_key(params.score_params, head, min(key, last_key)),
-                                             Score::of_key(params.score_params, head, min(key + 8, last_key))};
+        const typename Score::Key keys[2] = {Score::of_key(params.score_params, head, key, 0, last_key),
+                                             Score::of_key(params.score_params, head, key, 8, last_key)};
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const float2 row_shift = shift[4 * j];
             const uint2 word = masked ? words[4 * j] : uint2{0xffffffffu, 0xffffffffu};
             float weight[4];
-            const typename Score::Row rows[2] = {
-                Score::of_row(params.score_params, head, min(row + 8 * j, last_row)),
-                Score::of_row(params.score_params, head, min(row + 8 * j + 1, last_row))};
+            const typename Score::Row rows[2] = {Score::of_row(params.score_params, head, row, 8 * j, last_row),
+                                                 Score::of_row(params.score_params, head, row, 8 * j + 1, last_row)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& score = scores[4 * j + i];

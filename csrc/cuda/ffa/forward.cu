@@ -53,15 +53,13 @@ struct Consumer : OutputRows {
         if constexpr (Score::kCount > 0) {
             static_assert(8 % kPack == 0, "both rows of a thread's fragment are of one head");
             const auto head = Score::of_head(params.score_params, item.batch, item.head + fragment_row(0) % kPack);
-            // Positions outside of the lengths are masked; their tables must be readable all the same.
-            const int last_row = params.q_len - 1, last_key = params.kv_len - 1;
-            const typename Score::Row rows[2] = {
-                Score::of_row(params.score_params, head, min(item.row_begin + fragment_row(0) / kPack, last_row)),
-                Score::of_row(params.score_params, head, min(item.row_begin + fragment_row(1) / kPack, last_row))};
+            const int row = item.row_begin + fragment_row(0) / kPack, last_row = params.q_len - 1;
+            const typename Score::Row rows[2] = {Score::of_row(params.score_params, head, row, 0, last_row),
+                                                 Score::of_row(params.score_params, head, row, 8 / kPack, last_row)};
+            const int first_key = tile.begin + 2 * (lane_index() & 3), last_key = params.kv_len - 1;
 #pragma unroll
             for (int c = 0; c < kColumns / 4; ++c) {
-                const int column = 8 * (c / 2) + 2 * (lane_index() & 3) + c % 2;
-                const auto key = Score::of_key(params.score_params, head, min(tile.begin + column, last_key));
+                const auto key = Score::of_key(params.score_params, head, first_key, 8 * (c / 2) + c % 2, last_key);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float& score = scores[4 * (c / 2) + 2 * h + c % 2];

@@ -2,7 +2,9 @@
 // generated from the mod's graph (FFA_GENERATED_SCORE; magi_flex/kernels/ffa_generated_score.py).
 //
 // A mod works in four parts, so that a kernel does each as seldom as its fragment allows: what depends on batch entry and
-// head alone (Head), on them and the row (Row), on them and the key (Key), and `apply` for each score.
+// head alone (Head), on them and the row (Row), on them and the key (Key), and `apply` for each score.  Rows and keys are
+// given as the first one of a thread and an offset that is known when the code is compiled.  They may lie behind the last
+// one: such pairs are masked, but what is read for them must be readable (and may be NaN).
 #pragma once
 
 #include "ptx.cuh"
@@ -75,8 +77,12 @@ template <ScoreStep... kSteps> struct ScoreSteps {
     };
 
     FFA_DEVICE static Head of_head(const Params&, int batch, int head) { return {batch, head}; }
-    FFA_DEVICE static Row of_row(const Params&, const Head&, int row) { return {row}; }
-    FFA_DEVICE static Key of_key(const Params&, const Head&, int key) { return {key}; }
+    FFA_DEVICE static Row of_row(const Params&, const Head&, int first, int offset, int last) {
+        return {min(first + offset, last)};
+    }
+    FFA_DEVICE static Key of_key(const Params&, const Head&, int first, int offset, int last) {
+        return {min(first + offset, last)};
+    }
     FFA_DEVICE static float apply(float score, const Params& params, const Head& head, const Row& row, const Key& key) {
         const ScoreStepParams* step = params.steps;
         const ScoreIndex at{head.batch, head.head, row.row, key.key};

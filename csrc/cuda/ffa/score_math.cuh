@@ -98,6 +98,9 @@ template <class Offset, class Index> FFA_DEVICE Offset position(Index index, Off
     const auto wrapped = index < 0 ? index + size : index + Offset(0);
     return wrapped >= 0 && wrapped < size ? static_cast<Offset>(wrapped) : Offset(-1);
 }
+template <class T> FFA_DEVICE const void* advance(const void* table, int64 offset) {
+    return static_cast<const T*>(table) + offset;
+}
 template <class T> FFA_DEVICE T load(const void* table, int64 offset) {
     return __ldg(static_cast<const T*>(table) + offset);
 }
