@@ -100,6 +100,11 @@ CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
         )
     ),
     "rounding": _mod(lambda s, b, h, q, k: s + torch.floor(s) + torch.ceil(s) + torch.round(s) + torch.trunc(s)),
+    "tanh": _mod(lambda s, b, h, q, k: torch.tanh(s * (0.02 * q + 0.005 * k)) + 0.0 * s),
+    # One unit in the last place would be another block.
+    "blocks": _mod(
+        lambda s, b, h, q, k: s + ((q * 23 + k) / 7).floor() - torch.ceil((q + k) / 3) + q % 4 - (k - q) // 8 * h
+    ),
     "powers": _mod(
         lambda s, b, h, q, k: s**2 + s**3 + (s.abs() + 1) ** 0.5 + (s.abs() + 1) ** -1.7 + (1 + s * s) ** -1
     ),
@@ -189,8 +194,9 @@ def test_code_means_what_torch_means(tmp_path: Path) -> None:
         result, slope = found[name]
         assert score.forward is not None and score.joint is not None
         expected = in_torch(score, score.forward).expand(SIZES)
+        tolerance = 3e-7 if name == "tanh" else 3e-6
         torch.testing.assert_close(
-            result, expected, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            result, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
         derivative = in_torch(score, score.joint, torch.ones(SIZES)).expand(SIZES)
         inside = ~expected.isnan()

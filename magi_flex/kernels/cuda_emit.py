@@ -129,8 +129,28 @@ def _div(call: Call) -> tuple[str, torch.dtype]:
     return f"{name}({call.operand(0)}, {call.operand(1)})", dtype
 
 
-RULES["aten::floor_divide"] = _function("floor_divide", 2)
-RULES["aten::remainder"] = _function("remainder_of", 2)
+def _power_of_two(call: Call) -> int | None:
+    """The exponent where whole numbers are divided by a power of two that their dtype holds."""
+    by = call.args[1]
+    if not by.constant or call.dtype.is_floating_point or type(by.meta) is not int or by.meta <= 0:
+        return None
+    exponent = by.meta.bit_length() - 1
+    return exponent if by.meta == 1 << exponent <= torch.iinfo(call.dtype).max else None
+
+
+@_rule("floor_divide")
+def _floor_divide(call: Call) -> tuple[str, torch.dtype]:
+    exponent = _power_of_two(call)
+    return _function("floor_divide", 2)(call) if exponent is None else (f"{call.operand(0)} >> {exponent}", call.dtype)
+
+
+@_rule("remainder")
+def _remainder(call: Call) -> tuple[str, torch.dtype]:
+    if _power_of_two(call) is None:
+        return _function("remainder_of", 2)(call)
+    return f"{call.operand(0)} & {number(call.args[1].meta - 1, call.dtype)}", call.dtype
+
+
 RULES["aten::fmod"] = _function("fmod_of", 2)
 RULES["aten::maximum"] = _function("larger", 2)
 RULES["aten::minimum"] = _function("smaller", 2)

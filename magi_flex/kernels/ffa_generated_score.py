@@ -9,8 +9,9 @@
 What a graph computes from its captures alone runs before the kernel as torch operations (score_split.py).  Captured
 tensors are read where they lie, by address, sizes and strides; captured numbers are arguments of the launch.  What
 depends on q - k, and the head, alone is read from tables by distance (score_distance.py) where that is cheaper.  The
-code depends on the mod and on its captures' dtypes and ranks (and on whether their offsets fit into 31 bits), with tables
-by distance and head also on the number of heads; not on captures' values or sizes.
+code depends on the mod and on its captures' dtypes and ranks, on whether their offsets fit into 31 bits, on which of
+their indices are in bounds for all pairs, and with tables by distance and head on the number of heads; not on captures'
+values.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class _Writer(ScoreWalk):
     def __init__(self, graph: Graph, launch: LaunchArguments, layout: Layout | None, code: _Code) -> None:
         super().__init__(graph.program, graph.arguments)
         self.graph, self.code = graph, code
+        self.in_bounds = launch.in_bounds[graph.name]
         self.tables: dict[int, tuple[str, Tensor]] = {}  # with their names
         for step, (x, dtype) in graph.constants.items():
             self.define(step, number(x, dtype), torch.empty((), dtype=dtype, device="meta"), NO_AXES)
@@ -133,12 +135,17 @@ class _Writer(ScoreWalk):
         inside, terms = [], []
         for axis, index in enumerate(found):
             size, stride = (f"static_cast<{offset}>({name}_{what}{axis})" for what in ("size", "stride"))
-            at = self.code.define(offset, f"position<{offset}>({index.code}, {size})", index.axes)
-            inside.append(self.code.define("bool", f"{at} >= 0", index.axes))
+            if (step, axis) in self.in_bounds:
+                at = f"static_cast<{offset}>({index.code})"
+            else:
+                at = self.code.define(offset, f"position<{offset}>({index.code}, {size})", index.axes)
+                inside.append(self.code.define("bool", f"{at} >= 0", index.axes))
             terms.append(self.code.define(offset, f"{at} * {stride}", index.axes))
-        # A pair that attends and indexes out of bounds must be seen: its score is NaN.
-        other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
-        code = f"{' && '.join(inside)} ? {_load(table.dtype, name, ' + '.join(terms))} : {other}"
+        code = _load(table.dtype, name, " + ".join(terms))
+        if inside:
+            # A pair that attends and indexes out of bounds must be seen: its score is NaN.
+            other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
+            code = f"{' && '.join(inside)} ? {code} : {other}"
         axes = NO_AXES.union(*(index.axes for index in found))
         self.define(step, code, torch.empty((1,) * 4, dtype=table.dtype, device="meta"), axes)
 
@@ -187,7 +194,7 @@ def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout:
         code = GeneratedCode(_text(launch, layout, places, graphs), launch.format or "q")
         return code, graphs  # the graphs, so that they live as long as their ids
 
-    key = ("code", *map(id, graphs), launch.kinds())
+    key = ("code", *map(id, graphs), launch.kinds(), tuple(launch.in_bounds.items()))
     code, _ = per_program(score.forward, key, generate)
     return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code)
 

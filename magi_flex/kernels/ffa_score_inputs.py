@@ -11,6 +11,7 @@ from torch import Tensor
 
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.score_distance import Lengths, by_distance, distance_costs, function_of_distance, gather
+from magi_flex.kernels.score_ranges import Range, ranges
 from magi_flex.kernels.score_split import Split, per_program, split_of
 from magi_flex.kernels.score_walk import kernel_inputs
 
@@ -26,7 +27,7 @@ class Layout:
     Attributes:
         lengths: of the request.
         head_offset: what the mod sees is the head plus this.
-        heads_last: ``[D, H]``, for kernels in which a warp's threads have several heads of few distances, not ``[H, D]``.
+        heads_last: ``[D, H]`` instead of ``[H, D]``, for kernels where a warp has several heads of few distances.
     """
 
     lengths: Lengths
@@ -77,6 +78,8 @@ class LaunchArguments:
         self.values: list[int | float] = []
         self.tables: list[Tensor] = []
         self.inputs: dict[Hashable, tuple[str, Any]] = {}  # name in the code, value
+        # By graph: steps that read a captured tensor and the axes whose index is in bounds for all pairs.
+        self.in_bounds: dict[str, frozenset[tuple[int, int]]] = {}
 
     def add(self, what: Hashable, x: Any) -> None:
         """``what`` tells inputs apart."""
@@ -123,6 +126,7 @@ class Graph:
 
     Attributes:
         arguments: how many of its arguments are single numbers.
+        name: tells the graphs of a mod apart.
         steps: those of single scores that the result needs, in order.
         constants: steps that are a number, whatever the captures are: value and dtype.
         inputs: the other steps before the kernel that the code reads, with what tells them apart.
@@ -132,6 +136,7 @@ class Graph:
 
     program: FxProgram
     arguments: int
+    name: str
     split: Split
     steps: tuple[int, ...]
     constants: dict[int, tuple[bool | int | float, torch.dtype]]
@@ -141,7 +146,7 @@ class Graph:
 
     @staticmethod
     def of(program: FxProgram, arguments: int, name: str, layout: Layout | None) -> Graph:
-        """``name`` tells the graphs of a mod apart; ``layout``: of tables by distance, where these are possible."""
+        """``layout``: of tables by distance, where these are possible."""
         has_heads = layout is not None and layout.has_heads
         key = ("cuda", arguments, name, layout is not None, has_heads)
         return per_program(program, key, lambda: _graph(program, arguments, name, layout is not None, has_heads))
@@ -152,6 +157,7 @@ class Graph:
         values = dict(zip(sources, found, strict=True))
         for step, what in self.inputs.items():
             launch.add(what, values[step])
+        launch.in_bounds[self.name] = frozenset() if layout is None else self._in_bounds(values, layout)
         if layout is None or not (self.distances or self.readings):
             return
         launch.add("first", layout.lengths.first)
@@ -165,6 +171,27 @@ class Graph:
             if what not in launch.inputs:
                 where = (tuple(source.shape), layout.lengths, layout.head_offset, layout.heads_last, launch.device)
                 launch.add(what, gather(reading.indices, *where).of(source))
+
+    def _in_bounds(self, values: dict[int, Any], layout: Layout) -> frozenset[tuple[int, int]]:
+        """Steps that read a captured tensor where it lies, with the axes whose index needs no check."""
+        bounds = per_program(self.program, ("bounds", layout.lengths, layout.head_offset), lambda: self._bounds(layout))
+        found = set()
+        for step in self.steps:
+            if self.program.steps[step][1] != "aten::index" or step in self.readings:
+                continue
+            source, indices = self.program.steps[step][3]
+            table = values.get(source["node"])
+            for axis, index in enumerate(indices):
+                low, high = bounds.get(index["node"], (-1, 0)) if isinstance(index, dict) else (index, index)
+                if isinstance(table, Tensor) and axis < table.dim() and 0 <= low and high < table.shape[axis]:
+                    found.add((step, axis))
+        return frozenset(found)
+
+    def _bounds(self, layout: Layout) -> dict[int, Range]:
+        _, _, h, q, k = [number for number, step in enumerate(self.program.steps) if step[0] == "arg"][:5]
+        heads, q_len, kv_len = layout.lengths
+        least = layout.head_offset
+        return ranges(self.program, {h: (least, least + heads - 1), q: (0, q_len - 1), k: (0, kv_len - 1)})
 
     def table_of(self, step: int, layout: Layout) -> ByDistance:
         """The table that a step of ``distances`` or ``readings`` is read from."""
@@ -210,7 +237,8 @@ def _graph(program: FxProgram, arguments: int, name: str, by_distance: bool, by_
             else:
                 inputs[step] = what(step)
     steps = tuple(step for step in split.tile if step in used)
-    return Graph(program, arguments, split, steps, constants, inputs, distances, readings)
+    distances, readings = ({step: found[step] for step in steps if step in found} for found in (distances, readings))
+    return Graph(program, arguments, name, split, steps, constants, inputs, distances, readings)
 
 
 def _constant(program: FxProgram, step: int) -> tuple[bool | int | float, torch.dtype] | None:
