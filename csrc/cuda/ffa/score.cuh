@@ -25,7 +25,9 @@ struct ScoreIndex {
 
 template <ScoreStep kStep>
 FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, const ScoreIndex& at) {
-    if constexpr (kStep == ScoreStep::multiply) {
+    if constexpr (kStep == ScoreStep::none) {
+        return score;
+    } else if constexpr (kStep == ScoreStep::multiply) {
         return score * step.value;
     } else if constexpr (kStep == ScoreStep::softcap) {
         return step.value * ptx::tanh_approx(score * step.inverse);
@@ -61,10 +63,10 @@ FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, cons
 }
 
 template <ScoreStep... kSteps> struct ScoreSteps {
-    static constexpr int kCount = sizeof...(kSteps);
+    static constexpr int kCount = ((kSteps != ScoreStep::none) + ...);
     static constexpr bool kSlopes = ((kSteps == ScoreStep::softcap) || ...);  // the derivative depends on the score
     struct Params {
-        ScoreStepParams steps[kCount];
+        ScoreStepParams steps[sizeof...(kSteps)];
     };
     struct Head {
         int batch, head;
@@ -97,15 +99,6 @@ template <ScoreStep... kSteps> struct ScoreSteps {
         return score;
     }
 };
-// No score mod.
-template <> struct ScoreSteps<ScoreStep::none> {
-    static constexpr int kCount = 0;
-    static constexpr bool kSlopes = false;
-    struct Params {
-        ScoreStepParams unused;
-    };
-};
-
 #if FFA_GENERATED_SCORE
 #include "score_math.cuh"
 // The struct score_math::GeneratedScore, which has what ScoreSteps has.
