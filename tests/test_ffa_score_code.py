@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
+from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import SOURCES
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_generated_score import generated_score
 from magi_flex.kernels.ffa_score import KernelScore
-from magi_flex.kernels.request import IndexMap, RequestFacts, ScoreProgram
+from magi_flex.kernels.ffa_score_choice import scale_and_score
+from magi_flex.kernels.request import AttentionRequest, Bias, IndexMap, Multiply, RequestFacts, ScoreProgram, Softcap
 from magi_flex.kernels.score_distance import Lengths
 from magi_flex.kernels.score_split import has_linear_gradient
+from magi_flex.mask_plan import MaskPlan
 from tests.cases.score_mods import SCORE_MODS, ScoreMod, make_score_mod
 from tests.cases.score_programs import program_of_case, traced_score
 from tests.emulation.emulator import COMPILER, HERE
@@ -245,3 +248,26 @@ def test_what_has_no_code_is_refused() -> None:
     score = traced_score(lambda: lambda score, b, h, q, k: torch.round(score, decimals=2))
     with pytest.raises(ValueError, match="rounding to decimals.*choose another backend"):
         code_of(score, False)
+
+
+def test_steps_that_read_tables_are_code() -> None:
+    table = torch.randn(HEADS, Q_LEN + KV_LEN - 1)
+    score = traced_score(lambda t: lambda s, b, h, q, k: s + t[h, q - k + KV_LEN - 1], (table,))
+    bias = Bias(table, (0, table.shape[1], 1, -1), KV_LEN - 1)
+    q, k = torch.zeros(BATCH, HEADS, Q_LEN, 8), torch.zeros(BATCH, HEADS, KV_LEN, 8)
+    plan = MaskPlan(RowIntervals.full(Q_LEN, KV_LEN))
+    rounded = traced_score(lambda: lambda s, b, h, q, k: torch.round(s, decimals=2))
+    for steps, program, code in (
+        ((bias,), score, True),
+        ((Multiply(2.0), bias), score, True),
+        ((Softcap(2.0), bias), score, False),
+        ((Softcap(2.0),), score, False),
+        ((bias,), ScoreProgram(), False),
+        ((bias,), rounded, False),
+    ):
+        request = AttentionRequest(q, k, k, plan, 0.5, replace(program, steps=steps))
+        for backward in (False, True):
+            scale, found = scale_and_score(request, backward, True)
+            assert found is not None and (found.generated is not None) == code
+            assert code or len(found.kinds) == len(steps)
+            assert scale == 0.5

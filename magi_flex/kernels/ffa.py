@@ -21,11 +21,12 @@ from magi_flex.kernels.cuda_driver import is_tma_ready
 from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
-from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
+from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
-from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
+from magi_flex.kernels.ffa_score import GeneratedCode
+from magi_flex.kernels.ffa_score_choice import scale_and_score
 from magi_flex.kernels.ffa_split import key_parts, launch_combine, split_plan
 from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
@@ -38,8 +39,6 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
-from magi_flex.kernels.score_distance import Lengths
-from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 
@@ -156,7 +155,9 @@ class FfaBackend(Backend):
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        scale, score = _scale_and_score(request, backward=False)
+        # Neighbouring threads have several heads of a row, where heads are packed; backward, several rows of a head.
+        packed = packed_heads(heads // k.shape[1], request.plan.starts.shape[1]) > 1
+        scale, score = scale_and_score(request, backward=False, heads_last=packed)
         if score is None:
             q, scale = positive_scale(q, scale)
         instance = forward_instance(
@@ -232,7 +233,7 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = _scale_and_score(request, backward=True)
+        scale, score = scale_and_score(request, backward=True, heads_last=False)
         deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
         instance = backward_instance(
             q.dtype,
@@ -275,18 +276,6 @@ class FfaBackend(Backend):
                 contiguous_bit_tiles(request.plan),
             )
         return gradients
-
-
-def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
-    """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
-    if request.score.steps is None:
-        q, k = request.q, request.k
-        lengths = Lengths(q.shape[1], q.shape[2], k.shape[2])
-        # Forward, neighbouring threads have several heads of a row; backward, several rows of a head.
-        heads_last = not backward and packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]) > 1
-        return request.scale, generated_score(request.score, q.device, backward, lengths, heads_last)
-    scale, steps = leading_factors(request.scale, request.score.steps)
-    return scale, kernel_score(steps) if steps else None
 
 
 @functools.cache
