@@ -21,11 +21,12 @@ from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
 from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, TwoKernels, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
-from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
+from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, device_schedule, make_schedule
-from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
+from magi_flex.kernels.ffa_score_choice import scale_and_score
 from magi_flex.kernels.ffa_split import LaunchInParts, key_parts, split_plan
 from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived, kept
@@ -38,7 +39,6 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
-from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
@@ -163,10 +163,12 @@ class FfaBackend(Backend):
         return earlier
 
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
-        scale, score = _scale_and_score(request, backward=False)
+        q, k, v = request.q, request.k, request.v
+        # Neighbouring threads have several heads of a row, where heads are packed; backward, several rows of a head.
+        packed = packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]) > 1
+        scale, score = scale_and_score(request, backward=False, heads_last=packed)
         kinds = None if score is None else (score.kinds, score.generated)
         what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype, result.out.stride(), accumulate)
-        q, k, v = request.q, request.k, request.v
         with on_device(q.device):
             kept_launch = kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))
             if kept_launch.copies:
@@ -202,7 +204,7 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = _scale_and_score(request, backward=True)
+        scale, score = scale_and_score(request, backward=True, heads_last=False)
         fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
         kinds = None if score is None else (score.kinds, score.generated)
         what = ("ffa backward", request.launch_key, request.wide_results, dq.dtype, out.dtype, fixed_order, kinds)
@@ -253,7 +255,7 @@ def _ready(
 def _forward_launch(
     request: AttentionRequest, result: AttentionOutput, scale: float, score: KernelScore | None, accumulate: bool
 ) -> _KeptLaunch:
-    """``scale`` and ``score`` as :func:`_scale_and_score` gives them."""
+    """``scale`` and ``score`` as :func:`scale_and_score` gives them."""
     plan = request.plan
     q, k, v, scale = _ready(request.q, request.k, request.v, scale, score)
     copies = not all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True))
@@ -311,7 +313,7 @@ class _BackwardKernels(NamedTuple):
 def _backward_kernels(
     request: AttentionRequest, dq: Tensor, out: Tensor, fixed_order: bool, score: KernelScore | None
 ) -> _BackwardKernels:
-    """``score`` as :func:`_scale_and_score` gives it; ``fixed_order``: of all sums."""
+    """``score`` as :func:`scale_and_score` gives it; ``fixed_order``: of all sums."""
     q, k, v, plan = request.q, request.k, request.v, request.plan
 
     def instance_of(fixed_order: bool) -> BackwardInstance:
@@ -349,16 +351,6 @@ def _backward_kernels(
         assert other.gradient_q is not None
         chosen = chosen._replace(two_kernels=TwoKernels(other.instance, other.schedule, other.gradient_q, few))
     return chosen
-
-
-def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
-    """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
-    if request.score.steps is None:
-        return request.scale, generated_score(request.score, request.q.device, backward)
-    if not request.score.steps:
-        return request.scale, None
-    scale, steps = leading_factors(request.scale, request.score.steps)
-    return scale, kernel_score(steps) if steps else None
 
 
 @functools.cache
