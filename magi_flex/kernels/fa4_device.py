@@ -227,7 +227,7 @@ LANES = CuteLanes()
 def _sources() -> str:
     """Of all that decides the code of mods."""
     folder = Path(__file__).parent
-    names = ("fa4_device.py", "fa4_hopper_mask.py", "fa4_score.py", "fa4_trace.py")
+    names = ("fa4_device.py", "fa4_hopper_mask.py", "fa4_hopper_order.py", "fa4_score.py", "fa4_trace.py")
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
 
 
