@@ -21,7 +21,7 @@ from magi_flex.kernels.fa4_launch import Launch, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
 from magi_flex.kernels.fa4_package import missing_package, package
 from magi_flex.kernels.fa4_score import KernelScore, kernel_score
-from magi_flex.kernels.fa4_trace import unknown_operators
+from magi_flex.kernels.fa4_walk import unknown_operators
 from magi_flex.kernels.ffa import positive_scale
 from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived

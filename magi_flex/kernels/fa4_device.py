@@ -23,7 +23,7 @@ from flash_attn.cute import utils
 
 from magi_flex.kernels.fa4_hopper_mask import ANY_NUMBER, install_interval_mask
 from magi_flex.kernels.fa4_score import KernelScore
-from magi_flex.kernels.fa4_trace import COMPARE, Lane
+from magi_flex.kernels.fa4_walk import COMPARE, Lane
 
 # Each interval of an unrolled mask_mod is code for each score or line, which takes long to compile.
 MOST_UNROLLED = 8
@@ -149,7 +149,7 @@ def score_gradient(score: KernelScore, first_table: int) -> Callable[..., Any]:
 
 
 class CuteLanes:
-    """magi_flex.kernels.fa4_trace.Lanes on CuTe's vectors of values.
+    """magi_flex.kernels.fa4_walk.Lanes on CuTe's vectors of values.
 
     Tables are read by one score at a time, which is how the package calls mods that have any.
     """
@@ -225,10 +225,9 @@ LANES = CuteLanes()
 
 @functools.cache
 def _sources() -> str:
-    """Of all that decides the code of mods."""
-    folder = Path(__file__).parent
-    names = ("fa4_device.py", "fa4_hopper_mask.py", "fa4_hopper_order.py", "fa4_score.py", "fa4_trace.py")
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
+    """Of all modules of this backend, among them those that decide the code of mods."""
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("fa4*.py")))
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 def _key(what: str) -> str:
