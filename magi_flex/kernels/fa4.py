@@ -315,9 +315,9 @@ def mask_arguments(mask: KernelMask, arch: int, backward: bool, as_bits: bool = 
     if mask.lists is not None:
         from magi_flex.kernels.fa4_device import interval_mask
 
-        hopper = arch // 10 == 9
+        in_words = arch // 10 != 9 and not backward
         arguments["mask_mod"] = interval_mask(
-            mask.slots, mask.by_key, packed=as_bits and not hopper and not backward, by_line=as_bits and hopper
+            mask.slots, mask.by_key, packed=as_bits and in_words, by_line=as_bits and not in_words
         )
         arguments["block_sparse_tensors"] = package().block_sparsity.BlockSparseTensorsTorch(
             mask_block_cnt=mask.lists.partial_count,

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 import torch
 from flash_attn.cute import utils
 
-from magi_flex.kernels.fa4_hopper_mask import ANY_NUMBER, install_interval_mask
+from magi_flex.kernels.fa4_interval_mask import ANY_NUMBER, install_interval_mask
 from magi_flex.kernels.fa4_score import KernelScore
 from magi_flex.kernels.fa4_walk import COMPARE, Lane
 
@@ -49,7 +49,7 @@ def interval_mask(slots: int, by_key: bool, packed: bool, by_line: bool) -> Call
         slots: R; more than MOST_UNROLLED are looked at in a loop, by one mask_mod for any number.
         by_key: the bounds are those of queries for each key.
         packed: asked for 32 keys at a time, it gives a word of bits (forward kernels of compute capability 10 and up).
-        by_line: Hopper's kernels may read the bounds themselves, once for a thread's line of scores.
+        by_line: kernels may read the bounds themselves, once for a thread's line of scores.
     """
     if slots > MOST_UNROLLED:
         return interval_mask(ANY_NUMBER, by_key, packed, by_line)
