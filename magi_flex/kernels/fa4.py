@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -162,9 +161,12 @@ def _launch_key(request: AttentionRequest, *tensors: Tensor) -> Hashable | None:
     steps = request.score.steps
     if steps is None or any(isinstance(step, (Distance, Bias)) for step in steps):
         return None
-    addresses = functools.reduce(operator.or_, (x.data_ptr() for x in tensors))
-    layout = tuple((x.shape, x.stride()) for x in tensors)
-    return "fa4 launch", layout, tensors[0].dtype, addresses % 16, request.scale, steps
+    addresses = 0
+    layout: list[Any] = []
+    for x in tensors:
+        addresses |= x.data_ptr()
+        layout += (x.shape, x.stride())
+    return "fa4 launch", tuple(layout), tensors[0].dtype, addresses % 16, request.scale, steps
 
 
 def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared: _Prepared) -> None:
