@@ -41,7 +41,7 @@ from magi_flex.kernels.request import AttentionRequest
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Documents, find_structure
 
-CALLS = 3  # of a side in a row
+SAMPLE_MS = 4.0  # a side runs as long in a row, at least 2 calls
 # Masks that the package has no flags for, beside block causal documents.
 OTHERS = ("sink_window", "document_prefix_lm", "shared_prefix", "images")
 
@@ -158,32 +158,37 @@ def without_structure(plan: MaskPlan) -> MaskPlan:
 
 
 def timed(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Milliseconds of the GPU for a call, medians over ``rounds``; a call goes ahead of those that are timed."""
+    """Milliseconds of the GPU for a call, medians over ``rounds``."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
+    calls = {name: max(2, round(SAMPLE_MS / _sample(work, 1))) for name, work in works.items()}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            works[name]()
-            begin.record()
-            for _ in range(CALLS):
-                works[name]()
-            end.record()
-            end.synchronize()
-            taken[name].append(begin.elapsed_time(end) / CALLS)
+            taken[name].append(_sample(works[name], calls[name]))
     return {name: statistics.median(of) for name, of in taken.items()}
 
 
-def host_microseconds(work: Work) -> float:
-    """Of one call, the least of three."""
+def _sample(work: Work, calls: int) -> float:
+    """Milliseconds of a call, behind one that goes ahead."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work()
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def host_microseconds(work: Work, calls: int = 5) -> float:
+    """Of one call, the least over some."""
     taken = []
-    for _ in range(3):
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    for _ in range(calls):
         start = time.perf_counter()
-        for _ in range(CALLS):
-            work()
-        taken.append(1e6 * (time.perf_counter() - start) / CALLS)
+        work()
+        taken.append(1e6 * (time.perf_counter() - start))
     return min(taken)
 
 

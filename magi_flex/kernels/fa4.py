@@ -409,7 +409,10 @@ def _spread(x: Tensor, group: int) -> Tensor:
 
 def without_broadcasts(x: Tensor) -> Tensor:
     """The kernels' copy engines walk real strides."""
-    return x.contiguous() if any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)) else x
+    strides = x.stride()
+    if 0 not in strides:
+        return x
+    return x.contiguous() if any(s == 0 and n > 1 for s, n in zip(strides, x.shape, strict=True)) else x
 
 
 def can_pack(tensors: Sequence[Tensor], score: KernelScore | None) -> bool:

@@ -53,10 +53,8 @@ def backward_block(arch: int, head_dim: int, v_dim: int) -> BlockSize:
     if arch // 10 == 9:
         if head_dim <= 64:
             return BlockSize(128, 128)
-        if head_dim <= 96:
-            return BlockSize(64, 128)
         if head_dim <= 128:
-            return BlockSize(80, 128)  # of two tiles that it has, the faster one for whole blocks
+            return BlockSize(64, 128)
         return BlockSize(64, 96 if head_dim <= 192 else 64)
     # Two thread blocks share a pair of key tiles from head dim 128 on.
     return BlockSize(128, 256 if head_dim >= 128 else 128)
