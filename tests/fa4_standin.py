@@ -278,7 +278,6 @@ def install(arch: int, monkeypatch: pytest.MonkeyPatch) -> Package:
     order = types.SimpleNamespace(last_rows_first=contextlib.nullcontext)
     monkeypatch.setitem(sys.modules, "magi_flex.kernels.fa4_hopper_order", order)
     monkeypatch.setattr(fa4, "architecture", lambda device: arch)
-    monkeypatch.setattr(fa4, "_on", lambda device: contextlib.nullcontext())
     block_sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=Lists)
     modules = types.SimpleNamespace(interface=package, block_sparsity=block_sparsity)
     monkeypatch.setattr(fa4, "package", lambda: modules)

@@ -6,6 +6,7 @@ Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest

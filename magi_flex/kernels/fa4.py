@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.kernels.fa4_launch import Launch, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
 from magi_flex.kernels.fa4_package import missing_package, package
@@ -23,7 +24,7 @@ from magi_flex.kernels.fa4_score import KernelScore, kernel_score
 from magi_flex.kernels.fa4_walk import unknown_operators
 from magi_flex.kernels.ffa import positive_scale
 from magi_flex.kernels.layout import empty_like_filled
-from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.plan_cache import kept
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -36,7 +37,6 @@ from magi_flex.kernels.request import (
 from magi_flex.kernels.score_split import leading_factors
 
 LOG2_E = math.log2(math.e)
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 ARCHITECTURES = (9, 10, 11)
 # Head dims of keys and values whose kernels ran on a Hopper GPU.
 _RUN_DIMS = ((64, 64), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
@@ -113,8 +113,8 @@ class Fa4Backend(Backend):
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), largest.fill_(-math.inf))
         key = _launch_key(request, q, k, v)
-        prepared = _Prepared() if key is None else derived(request.plan, key, _Prepared)
-        with _on(q.device), torch.no_grad():
+        prepared = _Prepared() if key is None else kept(request.plan, key, _Prepared)
+        with on_device(q.device), torch.no_grad():
             if prepared.launch is None:
                 _first_forward(request, out, lse, prepared)
             else:
@@ -138,7 +138,7 @@ class Fa4Backend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        with _on(q.device), torch.no_grad():
+        with on_device(q.device), torch.no_grad():
             _backward(request, out, lse, d_out, d_lse, gradients)
         return gradients
 
@@ -221,7 +221,7 @@ def _backward(
     direct = not spread and padded == dims
     results = wanted if direct else tuple(torch.empty_like(x) for x in tensors[:3])
     key = _launch_key(request, *tensors, *results)
-    prepared = _Prepared() if key is None else derived(request.plan, (key, d_lse is None), _Prepared)
+    prepared = _Prepared() if key is None else kept(request.plan, (key, d_lse is None), _Prepared)
     if prepared.launch is None:
         mask = flagged_mask(request.plan, q.shape[0], can_pack((*tensors, *results), score))
         if mask is None:
@@ -260,11 +260,6 @@ def _first_backward(given: tuple[Tensor, ...], scale: float, arguments: dict[str
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """The device is current; nothing to do, which takes less time, where it is."""
-    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 @functools.cache
