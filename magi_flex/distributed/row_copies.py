@@ -23,8 +23,8 @@ def copy_rows(
 ) -> None:
     """``target[target_index[i]] = source[source_index[i]]`` for each pair and each of N rows; no index: row i.
 
-    On Hopper one kernel serves all pairs, such as keys and values, where it can: one launch, strided rows at the rate of
-    memory.
+    On Hopper one kernel serves all pairs, such as keys and values, where it can: one launch, strided rows at the rate
+    of memory.
 
     Args:
         sources, targets: the pairs, any strides, on one device; a target's dtype may be another one.
