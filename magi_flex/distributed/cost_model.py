@@ -103,7 +103,7 @@ class Costs:
     network_bandwidth: float = 40e9
     latency: float = 60e-6
     launch: float = 20e-6
-    part: float = 130e-6
+    part: float = 250e-6
     memory_bandwidth: float = 4e12
 
 

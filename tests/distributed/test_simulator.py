@@ -35,7 +35,7 @@ def test_published_curve_within_15_percent(name: str) -> None:
 
 def test_predictions_for_documents() -> None:
     """Those of docs/design.md, with MagiAttention's kernel."""
-    for ranks, written in zip(RANKS, (496, 405, 428, 389), strict=True):
+    for ranks, written in zip(RANKS, (484, 381, 409, 371), strict=True):
         mask = document_mask(draw_document_lengths(8192 * ranks, 0))
         predicted = Simulation(mask, Cluster(ranks, 8, MAGI_KERNEL), SHAPE).ours(False).tflops
         assert predicted == pytest.approx(written, rel=0.02)
