@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from magi_flex.kernels.hopper_forward import GROUPS, where_of
+from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends
-from magi_flex.kernels.triton_runs import is_masked, next_step, read_record, run_bounds
+from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
 
 _LOADER_REGISTERS = gl.constexpr(24)
 _WORKER_REGISTERS = gl.constexpr(240)
@@ -32,22 +32,19 @@ def load_queries(
     """The partition that loads for kv_kernel: a tile of keys and values, then queries and output gradients."""
     k_desc, v_desc, q_desc, d_out_desc = descs
     k_ring, v_ring, q_ring, d_out_ring, lse_ring, delta_ring, kept_ready, kept_free, q_ready, d_out_ready, free = rings
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
     COLS: gl.constexpr = k_desc.block_type.shape[2]
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        record = records + (item % row_tiles).to(gl.int64) * 8
-        first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
+    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
+        first, end, mask_head, runs, steps, b, g = find_tile(item, plan)
         if first < end:
-            runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-            b, g = where_of(item // row_tiles, mask_head, mask_batch, mask_heads, replica_heads)
-            mbarrier.wait(kept_free, (tiles & 1) ^ 1)
-            mbarrier.expect(kept_ready, GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+            mbarrier.wait(kept_free.index(0), (tiles & 1) ^ 1)
+            mbarrier.expect(kept_ready.index(0), GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
             for part in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(k_desc, [b, g, first + part * COLS, 0], kept_ready, k_ring.index(part))
-                tma.async_copy_global_to_shared(v_desc, [b, g, first + part * COLS, 0], kept_ready, v_ring.index(part))
+                col = first + part * COLS
+                tma.async_copy_global_to_shared(k_desc, [b, g, col, 0], kept_ready.index(0), k_ring.index(part))
+                tma.async_copy_global_to_shared(v_desc, [b, g, col, 0], kept_ready.index(0), v_ring.index(part))
             tiles += 1
             h = g * group
             run = 0
@@ -89,7 +86,6 @@ def gather_keys(
 ):  # fmt: skip
     """A partition that computes dk and dv of its keys of every tile."""
     k_ring, v_ring, q_ring, d_out_ring, lse_ring, delta_ring, kept_ready, kept_free, q_ready, d_out_ready, free = rings
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
     dk, dv, dk_strides, dv_strides = results
     N: gl.constexpr = k_ring.shape[3]
     D: gl.constexpr = k_ring.shape[4]
@@ -103,17 +99,14 @@ def gather_keys(
     v_NE = v_ring.index(PART).reshape([N, E])
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        record = records + (item % row_tiles).to(gl.int64) * 8
-        first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
+    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
+        first, end, mask_head, runs, steps, b, g = find_tile(item, plan)
         if first < end:
-            runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-            b, g = where_of(item // row_tiles, mask_head, mask_batch, mask_heads, replica_heads)
             col = first + PART * N + gl.arange(0, N, layout=gl.SliceLayout(1, NM))
             col_N1 = col[:, None]
             col_ok_N1 = col_N1 < end
             mod_k = mod_index(index_maps[3], col_N1, col_ok_N1)
-            mbarrier.wait(kept_ready, tiles & 1)
+            mbarrier.wait(kept_ready.index(0), tiles & 1)
             tiles += 1
             dk_ND = gl.zeros([N, D], gl.float32, layout=ND)
             dv_NE = gl.zeros([N, E], gl.float32, layout=NE)
@@ -168,23 +161,9 @@ def gather_keys(
             if steps > 0:
                 dk_ND = warpgroup_mma(d_scores_A, q_ring.index(before).reshape([M, D]), dk_ND)
                 mbarrier.arrive(free.index(before))
-            mbarrier.arrive(kept_free)
-            dk_at = dk + b.to(gl.int64) * dk_strides[0] + g.to(gl.int64) * dk_strides[1]
-            dv_at = dv + b.to(gl.int64) * dv_strides[0] + g.to(gl.int64) * dv_strides[1]
-            store_rows(dk_at, dk_strides[2], (dk_ND * scale).to(dk.dtype.element_ty), first + PART * N, end, HEAD_DIM)
-            store_rows(dv_at, dv_strides[2], dv_NE.to(dv.dtype.element_ty), first + PART * N, end, V_DIM)
-
-
-@gluon.jit
-def store_rows(base, stride, value, first, end, COLS: gl.constexpr):
-    """Stores rows ``first`` to ``end`` of a matrix with unit column stride, as far as ``value`` holds them."""
-    ROWS: gl.constexpr = value.shape[0]
-    WIDTH: gl.constexpr = value.shape[1]
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))[:, None]
-    col = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))[None, :]
-    value = gl.convert_layout(value, STORED)
-    gl.store(base + row.to(gl.int64) * stride + col, value, mask=(row < end) & (col < COLS))
+            mbarrier.arrive(kept_free.index(0))
+            store_rows(dk, dk_strides, b, g, dk_ND * scale, first + PART * N, end, HEAD_DIM)
+            store_rows(dv, dv_strides, b, g, dv_NE, first + PART * N, end, V_DIM)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, "items"])
@@ -197,26 +176,14 @@ def kv_kernel(
 ):  # fmt: skip
     """dk and dv, as triton_backward's kernel where the heads of a group share their mask."""
     M: gl.constexpr = q_desc.block_type.shape[2]
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [GROUPS] + k_desc.block_type.shape, k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [GROUPS] + v_desc.block_type.shape, v_desc.layout)
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    d_out_ring = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES] + d_out_desc.block_type.shape, d_out_desc.layout)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    kept_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    kept_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    d_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    mbarrier.init(kept_ready, count=1)
-    mbarrier.init(kept_free, count=GROUPS)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(slot), count=1 + _LANES)
-        mbarrier.init(d_out_ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=GROUPS)
-    rings = (k_ring, v_ring, q_ring, d_out_ring, lse_ring, delta_ring, kept_ready, kept_free, q_ready, d_out_ready, free)
+    STATISTIC: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rings = (
+        new_ring(k_desc, GROUPS), new_ring(v_desc, GROUPS), new_ring(q_desc, STAGES), new_ring(d_out_desc, STAGES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, M], STATISTIC),
+        gl.allocate_shared_memory(gl.float32, [STAGES, M], STATISTIC),
+        new_barriers(1, 1), new_barriers(1, GROUPS),
+        new_barriers(STAGES, 1 + _LANES), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
+    )  # fmt: skip
     plan = (records, partial_runs, full_runs, col_tiles, items, mask_batch, mask_heads, replica_heads)
     results = (dk, dv, dk_strides, dv_strides)
     gl.warp_specialize(
@@ -252,23 +219,19 @@ def load_keys(
     """The partition that loads for q_kernel: a tile of queries and output gradients, then keys and values."""
     q_desc, d_out_desc, k_desc, v_desc = descs
     q_ring, d_out_ring, k_ring, v_ring, kept_ready, kept_free, k_ready, v_ready, free = rings
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        record = records + (item % row_tiles).to(gl.int64) * 8
-        first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
+    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
+        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
         if first < end:
-            runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-            b, h = where_of(item // row_tiles, mask_head, mask_batch, mask_heads, replica_heads)
             g = h // group
-            mbarrier.wait(kept_free, (tiles & 1) ^ 1)
-            mbarrier.expect(kept_ready, GROUPS * (q_desc.block_type.nbytes + d_out_desc.block_type.nbytes))
+            mbarrier.wait(kept_free.index(0), (tiles & 1) ^ 1)
+            mbarrier.expect(kept_ready.index(0), GROUPS * (q_desc.block_type.nbytes + d_out_desc.block_type.nbytes))
             for part in gl.static_range(GROUPS):
                 row = first + part * ROWS
-                tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], kept_ready, q_ring.index(part))
-                tma.async_copy_global_to_shared(d_out_desc, [b, h, row, 0], kept_ready, d_out_ring.index(part))
+                tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], kept_ready.index(0), q_ring.index(part))
+                tma.async_copy_global_to_shared(d_out_desc, [b, h, row, 0], kept_ready.index(0), d_out_ring.index(part))
             tiles += 1
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
@@ -285,13 +248,12 @@ def load_keys(
 
 @gluon.jit
 def gather_queries(
-    rings, plan, results, lse, delta, mask, score_args, d_args, d_captures, index_maps, q_len, heads, scale,
-    PART: gl.constexpr, SCORE: gl.constexpr, D_SCORE: gl.constexpr, D_CAPTURES: gl.constexpr, SLOTS: gl.constexpr,
+    rings, plan, results, lse, delta, mask, score_args, d_args, index_maps, q_len, heads, scale,
+    PART: gl.constexpr, SCORE: gl.constexpr, D_SCORE: gl.constexpr, SLOTS: gl.constexpr,
     BIT_TILES: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """A partition that computes dq of its queries of every tile."""
     q_ring, d_out_ring, k_ring, v_ring, kept_ready, kept_free, k_ready, v_ready, free = rings
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
     dq, dq_strides = results
     M: gl.constexpr = q_ring.shape[3]
     D: gl.constexpr = q_ring.shape[4]
@@ -303,12 +265,9 @@ def gather_queries(
     d_out_ME = d_out_ring.index(PART).reshape([M, E])
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        record = records + (item % row_tiles).to(gl.int64) * 8
-        first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
+    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
+        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
         if first < end:
-            runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-            b, h = where_of(item // row_tiles, mask_head, mask_batch, mask_heads, replica_heads)
             row = first + PART * M + gl.arange(0, M, layout=gl.SliceLayout(1, MN))
             row_ok = row < end
             row_M1 = row[:, None]
@@ -323,7 +282,7 @@ def gather_queries(
             nothing = gl.zeros([M, N], gl.float32, layout=MN)
             d_scores_A = gl.zeros([M, N], DTYPE, layout=gl.DotOperandLayout(0, MD, 2))
             before = count % STAGES  # of the product for dq that is held back; nothing, at first
-            mbarrier.wait(kept_ready, tiles & 1)
+            mbarrier.wait(kept_ready.index(0), tiles & 1)
             tiles += 1
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
@@ -356,51 +315,34 @@ def gather_queries(
                 mbarrier.arrive(free.index(before), pred=step > 0)
                 d_scores = weights * (d_weights - delta_M1)
                 if D_SCORE is not None:
-                    seen = weights != 0.0
-                    if D_CAPTURES is None:
-                        d_scores = D_SCORE(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args)
-                    else:
-                        d_scores = D_CAPTURES(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args, seen, d_captures)
-                    d_scores = gl.where(seen, d_scores, 0.0)
+                    d_scores = D_SCORE(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args)
+                    d_scores = gl.where(weights != 0.0, d_scores, 0.0)
                 d_scores_A = gl.convert_layout(d_scores.to(DTYPE), gl.DotOperandLayout(0, MD, 2))
                 before = slot
                 count += 1
                 run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
-            mbarrier.arrive(kept_free)
+            mbarrier.arrive(kept_free.index(0))
             if steps > 0:
                 dq_MD = warpgroup_mma(d_scores_A, k_ring.index(before).reshape([N, D]), dq_MD)
                 mbarrier.arrive(free.index(before))
-            dq_at = dq + b.to(gl.int64) * dq_strides[0] + h.to(gl.int64) * dq_strides[1]
-            store_rows(dq_at, dq_strides[2], (dq_MD * scale).to(dq.dtype.element_ty), first + PART * M, end, HEAD_DIM)
+            store_rows(dq, dq_strides, b, h, dq_MD * scale, first + PART * M, end, HEAD_DIM)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, "items"])
 def q_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse, delta, dq, dq_strides,
-    mask, records, partial_runs, full_runs, score_args, d_args, d_captures, index_maps,
+    mask, records, partial_runs, full_runs, score_args, d_args, index_maps,
     row_tiles, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
-    SCORE: gl.constexpr, D_SCORE: gl.constexpr, D_CAPTURES: gl.constexpr, SLOTS: gl.constexpr,
+    SCORE: gl.constexpr, D_SCORE: gl.constexpr, SLOTS: gl.constexpr,
     BIT_TILES: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dq, and the gradients of captures, as triton_backward's kernel."""
+    """dq, as triton_backward's kernel."""
     N: gl.constexpr = k_desc.block_type.shape[2]
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
-    d_out_ring = gl.allocate_shared_memory(d_out_desc.dtype, [GROUPS] + d_out_desc.block_type.shape, d_out_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    kept_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    kept_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    mbarrier.init(kept_ready, count=1)
-    mbarrier.init(kept_free, count=GROUPS)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(v_ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=GROUPS)
-    rings = (q_ring, d_out_ring, k_ring, v_ring, kept_ready, kept_free, k_ready, v_ready, free)
+    rings = (
+        new_ring(q_desc, GROUPS), new_ring(d_out_desc, GROUPS), new_ring(k_desc, STAGES), new_ring(v_desc, STAGES),
+        new_barriers(1, 1), new_barriers(1, GROUPS),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
+    )  # fmt: skip
     plan = (records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads)
     results = (dq, dq_strides)
     gl.warp_specialize(
@@ -408,15 +350,15 @@ def q_kernel(
             (
                 gather_queries,
                 (
-                    rings, plan, results, lse, delta, mask, score_args, d_args, d_captures, index_maps, q_len, heads,
-                    scale, 0, SCORE, D_SCORE, D_CAPTURES, SLOTS, BIT_TILES, HEAD_DIM, STAGES, N,
+                    rings, plan, results, lse, delta, mask, score_args, d_args, index_maps, q_len, heads,
+                    scale, 0, SCORE, D_SCORE, SLOTS, BIT_TILES, HEAD_DIM, STAGES, N,
                 ),
             ),
             (
                 gather_queries,
                 (
-                    rings, plan, results, lse, delta, mask, score_args, d_args, d_captures, index_maps, q_len, heads,
-                    scale, 1, SCORE, D_SCORE, D_CAPTURES, SLOTS, BIT_TILES, HEAD_DIM, STAGES, N,
+                    rings, plan, results, lse, delta, mask, score_args, d_args, index_maps, q_len, heads,
+                    scale, 1, SCORE, D_SCORE, SLOTS, BIT_TILES, HEAD_DIM, STAGES, N,
                 ),
             ),
             (load_keys, ((q_desc, d_out_desc, k_desc, v_desc), rings, plan, group, STAGES, N)),

@@ -15,59 +15,42 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends
-from magi_flex.kernels.triton_runs import is_masked, next_step, read_record, run_bounds
+from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
 
-GROUPS = gl.constexpr(2)  # warp groups that compute
 _LOADER_REGISTERS = gl.constexpr(40)
 _WORKER_REGISTERS = gl.constexpr(232)
 
 
 @gluon.jit
-def where_of(replica, mask_head, mask_batch, mask_heads, replica_heads):
-    """(batch entry, query head) of a record's replica."""
-    b = replica // replica_heads
-    if mask_batch > 1:
-        b = mask_head // mask_heads
-    h = replica % replica_heads
-    if mask_heads > 1:
-        h = mask_head % mask_heads
-    return b, h
-
-
-@gluon.jit
-def load_tiles(
-    descs, rings, plan, group, STAGES: gl.constexpr, N: gl.constexpr
-):  # fmt: skip
+def load_tiles(descs, rings, plan, group, STAGES: gl.constexpr, N: gl.constexpr):
     """The partition that loads."""
     q_desc, k_desc, v_desc = descs
     q_ring, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready, v_free = rings
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile = item % row_tiles
-        first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(records + tile.to(gl.int64) * 8)
+    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
+        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
         if first < end:
-            runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-            b, h = where_of(item // row_tiles, mask_head, mask_batch, mask_heads, replica_heads)
-            mbarrier.wait(q_free, (tiles & 1) ^ 1)
-            mbarrier.expect(q_ready, GROUPS * q_desc.block_type.nbytes)
+            mbarrier.wait(q_free.index(0), (tiles & 1) ^ 1)
+            mbarrier.expect(q_ready.index(0), GROUPS * q_desc.block_type.nbytes)
             for part in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(q_desc, [b, h, first + part * ROWS, 0], q_ready, q_ring.index(part))
+                row = first + part * ROWS
+                tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], q_ready.index(0), q_ring.index(part))
             tiles += 1
             g = h // group
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
             for step in range(0, steps):
                 slot = count % STAGES
-                free = (count // STAGES & 1) ^ 1
-                mbarrier.wait(k_free.index(slot), free)
+                parity = (count // STAGES & 1) ^ 1
+                mbarrier.wait(k_free.index(slot), parity)
                 mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(k_desc, [b, g, key, 0], k_ready.index(slot), k_ring.index(slot))
-                mbarrier.wait(v_free.index(slot), free)
+                mbarrier.wait(v_free.index(slot), parity)
                 mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(v_desc, [b, g, key, 0], v_ready.index(slot), v_ring.index(slot))
                 count += 1
@@ -107,7 +90,6 @@ def attend_rows(
 ):  # fmt: skip
     """A partition that computes: rows PART * ROWS and on of every tile."""
     q_ring, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready, v_free = rings
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
     out, lse, max_score, out_strides = results
     ROWS: gl.constexpr = q_ring.shape[3]
     D: gl.constexpr = q_ring.shape[4]
@@ -116,7 +98,6 @@ def attend_rows(
     MN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     ME: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     ME_A: gl.constexpr = gl.DotOperandLayout(0, ME, 2)
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [4, 1], [1, 0])
     q_MD = q_ring.index(PART).reshape([ROWS, D])
     count = 0
     tiles = 0
@@ -124,12 +105,9 @@ def attend_rows(
         to_base_2 = scale * LOG2_E
     else:
         to_base_2 = gl.to_tensor(LOG2_E)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile = item % row_tiles
-        first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(records + tile.to(gl.int64) * 8)
+    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
+        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
         if first < end:
-            runs = (full_runs, full_lo, full_hi, partial_runs, partial_lo)
-            b, h = where_of(item // row_tiles, mask_head, mask_batch, mask_heads, replica_heads)
             row = first + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MN))
             row_ok = row < end
             row_M1 = row[:, None]
@@ -141,7 +119,7 @@ def attend_rows(
             total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, MN))
             acc = gl.zeros([ROWS, E], gl.float32, layout=ME)
             nothing = gl.zeros([ROWS, N], gl.float32, layout=MN)
-            mbarrier.wait(q_ready, tiles & 1)
+            mbarrier.wait(q_ready.index(0), tiles & 1)
             tiles += 1
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
@@ -158,7 +136,7 @@ def attend_rows(
                 )  # fmt: skip
                 total = gl.sum(weights, 1)
                 p_MN = gl.convert_layout(weights.to(DTYPE), ME_A)
-                for step in range(1, steps):
+                for _ in range(1, steps):
                     run, key, stop = next_step(runs, run, key, stop, True, N)
                     before = count % STAGES
                     phase = count // STAGES & 1
@@ -181,14 +159,14 @@ def attend_rows(
                     mbarrier.arrive(v_free.index(before))
                     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, ME))[:, None]
                     p_MN = gl.convert_layout(weights.to(DTYPE), ME_A)
-                mbarrier.arrive(q_free)
+                mbarrier.arrive(q_free.index(0))
                 before = count % STAGES
                 mbarrier.wait(v_ready.index(before), count // STAGES & 1)
                 acc = warpgroup_mma(p_MN, v_ring.index(before).reshape([N, E]), acc)
                 mbarrier.arrive(v_free.index(before))
                 count += 1
             else:
-                mbarrier.arrive(q_free)
+                mbarrier.arrive(q_free.index(0))
 
             # No weight at all: an empty row.  (A NaN among the scores makes the total NaN, not 0.)
             empty = total == 0.0
@@ -197,12 +175,7 @@ def attend_rows(
             gl.store(lse + stat, lse_M, mask=row_ok)
             gl.store(max_score + stat, top, mask=row_ok)
             factor = gl.convert_layout(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)), gl.SliceLayout(1, ME))
-            out_ME = gl.convert_layout((acc * factor[:, None]).to(out.dtype.element_ty), STORED)
-            row_stored = first + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
-            e = gl.arange(0, E, layout=gl.SliceLayout(0, STORED))
-            out_base = out + b.to(gl.int64) * out_strides[0] + h.to(gl.int64) * out_strides[1]
-            at = out_base + row_stored[:, None].to(gl.int64) * out_strides[2] + e[None, :]
-            gl.store(at, out_ME, mask=(row_stored[:, None] < end) & (e[None, :] < V_DIM))
+            store_rows(out, out_strides, b, h, acc * factor[:, None], first + PART * ROWS, end, V_DIM)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, "items"])
@@ -220,24 +193,11 @@ def forward_kernel(
         items: row tiles times replicas, which the programs share.
     """
     N: gl.constexpr = k_desc.block_type.shape[2]
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=GROUPS)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=GROUPS)
-        mbarrier.init(v_ready.index(slot), count=1)
-        mbarrier.init(v_free.index(slot), count=GROUPS)
-    rings = (q_ring, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    rings = (
+        new_ring(q_desc, GROUPS), new_ring(k_desc, STAGES), new_ring(v_desc, STAGES),
+        new_barriers(1, 1), new_barriers(1, GROUPS),
+        new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
+    )  # fmt: skip
     plan = (records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads)
     results = (out, lse, max_score, out_strides)
     gl.warp_specialize(

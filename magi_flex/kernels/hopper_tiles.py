@@ -1,0 +1,61 @@
+"""What the Hopper kernels share: rings of shared memory with their barriers, row tiles, and storing results.
+
+A program has two warp groups that compute and a warp that loads.  The latter fills the slots of a ring by TMA: it waits
+for a slot's ``free`` barrier, and the copy engine signals ``ready``; who computes waits for ``ready`` and arrives at
+``free`` when the slot has been read.  Everybody counts the uses of a ring alike: use n is of slot n % STAGES, and the
+parity of its ``ready`` phase is n // STAGES & 1.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from magi_flex.kernels.triton_runs import read_record
+
+GROUPS = gl.constexpr(2)  # warp groups that compute
+
+
+@gluon.jit
+def new_ring(desc, SLOTS: gl.constexpr):
+    """Shared memory for SLOTS boxes of a tensor map."""
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """One barrier a slot, which ARRIVALS arrivals complete."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def find_tile(item, plan):
+    """(first row, end, mask head, runs for triton_runs, steps, batch entry, head) of a program's item."""
+    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
+    replica = item // row_tiles
+    record = records + (item % row_tiles).to(gl.int64) * 8
+    first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
+    b = replica // replica_heads
+    if mask_batch > 1:
+        b = mask_head // mask_heads
+    h = replica % replica_heads
+    if mask_heads > 1:
+        h = mask_head % mask_heads
+    return first, end, mask_head, (full_runs, full_lo, full_hi, partial_runs, partial_lo), steps, b, h
+
+
+@gluon.jit
+def store_rows(matrix, strides, b, h, value, first, end, COLS: gl.constexpr):
+    """Stores ``value`` to rows ``first`` and on of a batch entry and head, as far as ``end`` and COLS columns."""
+    ROWS: gl.constexpr = value.shape[0]
+    WIDTH: gl.constexpr = value.shape[1]
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))[:, None]
+    col = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))[None, :]
+    base = matrix + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
+    value = gl.convert_layout(value.to(matrix.dtype.element_ty), STORED)
+    gl.store(base + row.to(gl.int64) * strides[2] + col, value, mask=(row < end) & (col < COLS))
