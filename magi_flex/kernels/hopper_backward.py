@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows
+from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows, turns_of
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
@@ -36,8 +36,8 @@ def load_queries(
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
-        first, end, mask_head, runs, steps, b, g = find_tile(item, plan)
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, g = find_tile(turn, plan)
         if first < end:
             mbarrier.wait(kept_free.index(0), (tiles & 1) ^ 1)
             mbarrier.expect(kept_ready.index(0), GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
@@ -99,8 +99,8 @@ def gather_keys(
     v_NE = v_ring.index(PART).reshape([N, E])
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
-        first, end, mask_head, runs, steps, b, g = find_tile(item, plan)
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, g = find_tile(turn, plan)
         if first < end:
             col = first + PART * N + gl.arange(0, N, layout=gl.SliceLayout(1, NM))
             col_N1 = col[:, None]
@@ -166,11 +166,11 @@ def gather_keys(
             store_rows(dv, dv_strides, b, g, dv_NE, first + PART * N, end, V_DIM)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "items"])
+@gluon.jit(do_not_specialize=[*VARYING, "replicas", "items"])
 def kv_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse, delta, dk, dv, dk_strides, dv_strides,
     mask, records, partial_runs, full_runs, score_args, d_args, index_maps,
-    col_tiles, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
+    replicas, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: gl.constexpr, D_SCORE: gl.constexpr, SLOTS: gl.constexpr, BIT_TILES: gl.constexpr,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def kv_kernel(
         new_barriers(1, 1), new_barriers(1, GROUPS),
         new_barriers(STAGES, 1 + _LANES), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    plan = (records, partial_runs, full_runs, col_tiles, items, mask_batch, mask_heads, replica_heads)
+    plan = (records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads)
     results = (dk, dv, dk_strides, dv_strides)
     gl.warp_specialize(
         [
@@ -222,8 +222,8 @@ def load_keys(
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
-        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
         if first < end:
             g = h // group
             mbarrier.wait(kept_free.index(0), (tiles & 1) ^ 1)
@@ -265,8 +265,8 @@ def gather_queries(
     d_out_ME = d_out_ring.index(PART).reshape([M, E])
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
-        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
         if first < end:
             row = first + PART * M + gl.arange(0, M, layout=gl.SliceLayout(1, MN))
             row_ok = row < end
@@ -328,11 +328,11 @@ def gather_queries(
             store_rows(dq, dq_strides, b, h, dq_MD * scale, first + PART * M, end, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "items"])
+@gluon.jit(do_not_specialize=[*VARYING, "replicas", "items"])
 def q_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse, delta, dq, dq_strides,
     mask, records, partial_runs, full_runs, score_args, d_args, index_maps,
-    row_tiles, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
+    replicas, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: gl.constexpr, D_SCORE: gl.constexpr, SLOTS: gl.constexpr,
     BIT_TILES: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -343,7 +343,7 @@ def q_kernel(
         new_barriers(1, 1), new_barriers(1, GROUPS),
         new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    plan = (records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads)
+    plan = (records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads)
     results = (dq, dq_strides)
     gl.warp_specialize(
         [

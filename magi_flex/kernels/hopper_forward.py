@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows
+from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows, turns_of
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
@@ -32,8 +32,8 @@ def load_tiles(descs, rings, plan, group, STAGES: gl.constexpr, N: gl.constexpr)
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     count = 0
     tiles = 0
-    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
-        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
         if first < end:
             mbarrier.wait(q_free.index(0), (tiles & 1) ^ 1)
             mbarrier.expect(q_ready.index(0), GROUPS * q_desc.block_type.nbytes)
@@ -105,8 +105,8 @@ def attend_rows(
         to_base_2 = scale * LOG2_E
     else:
         to_base_2 = gl.to_tensor(LOG2_E)
-    for item in range(gl.program_id(0), plan[4], gl.num_programs(0)):
-        first, end, mask_head, runs, steps, b, h = find_tile(item, plan)
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
         if first < end:
             row = first + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MN))
             row_ok = row < end
@@ -178,11 +178,11 @@ def attend_rows(
             store_rows(out, out_strides, b, h, acc * factor[:, None], first + PART * ROWS, end, V_DIM)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "items"])
+@gluon.jit(do_not_specialize=[*VARYING, "replicas", "items"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out, lse, max_score, out_strides,
     mask, records, partial_runs, full_runs, score_args, index_maps,
-    row_tiles, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
+    replicas, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: gl.constexpr, SLOTS: gl.constexpr, BIT_TILES: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
     POSITIVE_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -190,6 +190,7 @@ def forward_kernel(
 
     Args:
         q_desc, k_desc, v_desc: tensor maps of rank 4 in boxes of M / 2 queries, or N keys.
+        replicas: batch entries and heads that share a row tile.
         items: row tiles times replicas, which the programs share.
     """
     N: gl.constexpr = k_desc.block_type.shape[2]
@@ -198,7 +199,7 @@ def forward_kernel(
         new_barriers(1, 1), new_barriers(1, GROUPS),
         new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    plan = (records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads)
+    plan = (records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads)
     results = (out, lse, max_score, out_strides)
     gl.warp_specialize(
         [

@@ -37,18 +37,21 @@ _ROWS = 64  # of a warp group, queries or keys; a tile has two of them
 def serves(request: AttentionRequest, *others: Tensor) -> bool:
     """Whether these kernels take a request on a Hopper GPU; ``others`` are read as q, k and v are."""
     q, k, v = request.q, request.k, request.v
-    heads, q_len = q.shape[0] * q.shape[1], q.shape[2]
     return (
         q.dtype.itemsize == 2
         and max(padded(q.shape[3]), padded(v.shape[3])) <= LARGEST_HEAD_DIM
         and (request.score.is_identity or request.score.steps is not None)
         # Of heads that share keys, masks that differ would need the fixed grid.
         and (request.plan.starts.shape[1] == 1 or q.shape[1] == k.shape[1])
-        # The plain kernels pack few queries, and split keys where programs are few.
-        and q_len >= 2 * _ROWS
-        and heads * q_len > _ROWS * multiprocessors(q.device)
+        and pays(q)
         and all(is_tma_ready(unit_stride(x)) for x in (q, k, v, *others))
     )
+
+
+def pays(q: Tensor) -> bool:
+    """Whether there are rows enough; the plain kernels pack few queries, and split keys where programs are few."""
+    batch, heads, q_len, _ = q.shape
+    return q_len >= 2 * _ROWS and batch * heads * q_len > _ROWS * multiprocessors(q.device)
 
 
 def _tensor_map(x: Tensor, rows: int) -> TensorDescriptor:
@@ -81,7 +84,7 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float) -> Atte
             _tensor_map(q, _ROWS), _tensor_map(k, keys), _tensor_map(v, keys), out, lse, max_score, row_strides(out),
             mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, index_maps(request.score.index_map),
-            schedule.row_tiles, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
+            replicas, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, **mask_constants(plan), V_DIM=v.shape[3], STAGES=stages, POSITIVE_SCALE=scale > 0,
             num_warps=4,
         )  # fmt: skip
@@ -107,7 +110,7 @@ def backward_kv(
             delta_BHQ, dk, dv, row_strides(dk), row_strides(dv),
             mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, score.d_args, index_maps(request.score.index_map),
-            schedule.row_tiles, items, q_len, heads, heads // kv_heads, *plan.starts.shape[:2], replica_heads, scale,
+            replicas, items, q_len, heads, heads // kv_heads, *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, **mask_constants(plan),
             HEAD_DIM=q.shape[3], V_DIM=v.shape[3], STAGES=stages, num_warps=4,
         )  # fmt: skip
@@ -132,7 +135,7 @@ def backward_q(
             delta_BHQ, dq, row_strides(dq),
             mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, score.d_args, index_maps(request.score.index_map),
-            schedule.row_tiles, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
+            replicas, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, **mask_constants(plan),
             HEAD_DIM=q.shape[3], STAGES=stages, num_warps=4,
         )  # fmt: skip

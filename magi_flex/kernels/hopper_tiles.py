@@ -33,11 +33,25 @@ def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def find_tile(item, plan):
-    """(first row, end, mask head, runs for triton_runs, steps, batch entry, head) of a program's item."""
-    records, partial_runs, full_runs, row_tiles, items, mask_batch, mask_heads, replica_heads = plan
-    replica = item // row_tiles
-    record = records + (item % row_tiles).to(gl.int64) * 8
+def turns_of(plan):
+    """How many row tiles a program takes."""
+    return gl.cdiv(plan[4], gl.num_programs(0))
+
+
+@gluon.jit
+def find_tile(turn, plan):
+    """(first row, end, mask head, runs for triton_runs, steps, batch entry, head) of a program's tile number ``turn``.
+
+    Work is dealt out longest first, every other turn the other way round, so that all get about the same.
+    """
+    records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads = plan
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    item = turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+    wanted = item < items
+    item = gl.where(wanted, item, 0)
+    replica = item % replicas
+    record = records + (item // replicas).to(gl.int64) * 8
     first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
     b = replica // replica_heads
     if mask_batch > 1:
@@ -45,6 +59,7 @@ def find_tile(item, plan):
     h = replica % replica_heads
     if mask_heads > 1:
         h = mask_head % mask_heads
+    end = gl.where(wanted, end, first)
     return first, end, mask_head, (full_runs, full_lo, full_hi, partial_runs, partial_lo), steps, b, h
 
 
