@@ -144,7 +144,7 @@ def test_wide_results_lse_gradient_and_empty_rows() -> None:
 
 @pytest.fixture
 def always_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Hopper kernels take what they can, however small, with fewer programs than tiles; returns who was launched."""
+    """The Hopper kernels take what they can, however small, with few programs; returns which were launched."""
     hopper = triton_backend._hopper_launch(torch.device("cuda", torch.cuda.current_device()))
     if hopper is None:
         pytest.skip("needs a Hopper GPU and a release of Triton that the kernels are for")
