@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows, turns_of
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
-from magi_flex.kernels.triton_mask import attends
+from magi_flex.kernels.triton_mask import attends, attends_beyond, first_interval
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
 
 _LOADER_REGISTERS = gl.constexpr(24)
@@ -272,6 +272,7 @@ def gather_queries(
             row_ok = row < end
             row_M1 = row[:, None]
             row_ok_M1 = row_ok[:, None]
+            known = first_interval(mask, row_M1, row_ok_M1, mask_head, q_len)
             mod_b = b + index_maps[0]
             mod_h = h + index_maps[1]
             mod_q = mod_index(index_maps[2], row_M1, row_ok_M1)
@@ -307,8 +308,8 @@ def gather_queries(
                     modified = SCORE(scores, mod_b, mod_h, mod_q, mod_k, score_args)
                     weights = gl.exp2(modified * LOG2_E - lse_M1)
                 if is_masked(runs, run, key, stop, N):
-                    seen = attends(
-                        mask, row_M1, row_ok_M1, first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
+                    seen = attends_beyond(
+                        known, mask, row_M1, row_ok_M1, first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
                     )
                     weights = gl.where(seen & col_ok[None, :], weights, 0.0)
                 d_weights, dq_MD = warpgroup_mma_wait(0, deps=(d_weights, dq_MD))

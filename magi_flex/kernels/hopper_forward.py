@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows, turns_of
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
-from magi_flex.kernels.triton_mask import attends
+from magi_flex.kernels.triton_mask import attends_beyond, first_interval
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
 
 _LOADER_REGISTERS = gl.constexpr(40)
@@ -59,12 +59,16 @@ def load_tiles(descs, rings, plan, group, STAGES: gl.constexpr, N: gl.constexpr)
 
 @gluon.jit
 def softmax_step(
-    scores, top, to_base_2, runs, run, key, stop, mask, row_M1, row_ok_M1, first, mask_head, q_len,
-    score_args, mod_b, mod_h, mod_q, k_index, scale,
+    scores, top, to_base_2, runs, run, key, stop, rows, mod, scale,
     SCORE: gl.constexpr, SLOTS: gl.constexpr, BIT_TILES: gl.constexpr, POSITIVE_SCALE: gl.constexpr, N: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """(weights, maxima, factor for what was added up before)."""
+    """(weights, maxima, factor for what was added up before).
+
+    ``rows``: what the mask needs to know of the rows; ``mod``: what the score mod does.
+    """
+    known, mask, row_M1, row_ok_M1, first, mask_head, q_len = rows
+    score_args, mod_b, mod_h, mod_q, k_index = mod
     col = key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
     col_ok = col < stop
     if SCORE is None:
@@ -74,7 +78,9 @@ def softmax_step(
         mod_k = mod_index(k_index, col, col_ok)[None, :]
         scores = SCORE(scores * scale, mod_b, mod_h, mod_q, mod_k, score_args)
     if is_masked(runs, run, key, stop, N):
-        seen = attends(mask, row_M1, row_ok_M1, first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES)
+        seen = attends_beyond(
+            known, mask, row_M1, row_ok_M1, first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
+        )
         scores = gl.where(seen & col_ok[None, :], scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1) * to_base_2)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -112,9 +118,10 @@ def attend_rows(
             row_ok = row < end
             row_M1 = row[:, None]
             row_ok_M1 = row_ok[:, None]
-            mod_b = b + index_maps[0]
-            mod_h = h + index_maps[1]
+            known = first_interval(mask, row_M1, row_ok_M1, mask_head, q_len)
+            rows = (known, mask, row_M1, row_ok_M1, first, mask_head, q_len)
             mod_q = mod_index(index_maps[2], row_M1, row_ok_M1)
+            mod = (score_args, b + index_maps[0], h + index_maps[1], mod_q, index_maps[3])
             top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MN))
             total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, MN))
             acc = gl.zeros([ROWS, E], gl.float32, layout=ME)
@@ -130,8 +137,7 @@ def attend_rows(
                 scores = warpgroup_mma(q_MD, k_DN, nothing, use_acc=False)
                 mbarrier.arrive(k_free.index(slot))
                 weights, top, fade = softmax_step(
-                    scores, top, to_base_2, runs, run, key, stop, mask, row_M1, row_ok_M1, first, mask_head, q_len,
-                    score_args, mod_b, mod_h, mod_q, index_maps[3], scale,
+                    scores, top, to_base_2, runs, run, key, stop, rows, mod, scale,
                     SCORE, SLOTS, BIT_TILES, POSITIVE_SCALE, N, MN,
                 )  # fmt: skip
                 total = gl.sum(weights, 1)
@@ -150,8 +156,7 @@ def attend_rows(
                     scores = warpgroup_mma_wait(1, deps=(scores,))
                     mbarrier.arrive(k_free.index(slot))
                     weights, top, fade = softmax_step(
-                        scores, top, to_base_2, runs, run, key, stop, mask, row_M1, row_ok_M1, first, mask_head, q_len,
-                        score_args, mod_b, mod_h, mod_q, index_maps[3], scale,
+                        scores, top, to_base_2, runs, run, key, stop, rows, mod, scale,
                         SCORE, SLOTS, BIT_TILES, POSITIVE_SCALE, N, MN,
                     )  # fmt: skip
                     total = total * fade + gl.sum(weights, 1)
