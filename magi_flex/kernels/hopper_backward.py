@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows, turns_of
+from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, next_slot, store_rows, turns_of
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends, attends_beyond, first_interval
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
@@ -26,15 +26,13 @@ _LANES = gl.constexpr(32)
 
 
 @gluon.jit
-def load_queries(
-    descs, rings, plan, lse, delta, q_len, heads, group, STAGES: gl.constexpr, M: gl.constexpr
-):  # fmt: skip
-    """The partition that loads for kv_kernel: a tile of keys and values, then queries and output gradients."""
+def load_queries(descs, rings, plan, group, STAGES: gl.constexpr, M: gl.constexpr):
+    """A partition that loads for kv_kernel: a tile of keys and values, then queries and output gradients."""
     k_desc, v_desc, q_desc, d_out_desc = descs
     k_ring, v_ring, q_ring, d_out_ring, lse_ring, delta_ring, kept_ready, kept_free, q_ready, d_out_ready, free = rings
     COLS: gl.constexpr = k_desc.block_type.shape[2]
-    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    count = 0
+    slot = 0
+    parity = 0
     tiles = 0
     for turn in range(0, turns_of(plan)):
         first, end, mask_head, runs, steps, b, g = find_tile(turn, plan)
@@ -47,35 +45,57 @@ def load_queries(
                 tma.async_copy_global_to_shared(v_desc, [b, g, col, 0], kept_ready.index(0), v_ring.index(part))
             tiles += 1
             h = g * group
+            step = 0
             run = 0
             row, stop = run_bounds(runs, run, 0 < steps)
-            for step in range(0, steps * group):
-                slot = count % STAGES
-                mbarrier.wait(free.index(slot), (count // STAGES & 1) ^ 1)
+            for _ in range(0, steps * group):
+                mbarrier.wait(free.index(slot), parity ^ 1)
                 mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], q_ready.index(slot), q_ring.index(slot))
-                at = row + gl.arange(0, M, layout=ROW)
-                stat = (b.to(gl.int64) * heads + h) * q_len
-                async_copy.async_copy_global_to_shared(lse_ring.index(slot), lse + stat + at, mask=at < q_len)
-                async_copy.async_copy_global_to_shared(delta_ring.index(slot), delta + stat + at, mask=at < q_len)
-                async_copy.mbarrier_arrive(q_ready.index(slot), increment_count=False)
                 mbarrier.expect(d_out_ready.index(slot), d_out_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     d_out_desc, [b, h, row, 0], d_out_ready.index(slot), d_out_ring.index(slot)
                 )
-                count += 1
-                h, run, row, stop = next_query(runs, h, run, row, stop, (step + 1) % steps, M)
+                slot, parity = next_slot(slot, parity, STAGES)
+                h, step, run, row, stop = next_query(runs, h, step, steps, run, row, stop, M)
 
 
 @gluon.jit
-def next_query(runs, h, run, row, stop, step, M: gl.constexpr):
-    """(head, run, first, end of run) of the next step, whose number among those of its head is ``step``."""
-    run, row, stop = next_step(runs, run, row, stop, step > 0, M)
-    if step == 0:
+def load_statistics(rings, plan, lse, delta, q_len, heads, group, STAGES: gl.constexpr, M: gl.constexpr):
+    """A partition that loads for kv_kernel: LSE and delta of the queries, whose addresses TMA could not take."""
+    k_ring, v_ring, q_ring, d_out_ring, lse_ring, delta_ring, kept_ready, kept_free, q_ready, d_out_ready, free = rings
+    slot = 0
+    parity = 0
+    for turn in range(0, turns_of(plan)):
+        first, end, mask_head, runs, steps, b, g = find_tile(turn, plan)
+        if first < end:
+            h = g * group
+            step = 0
+            run = 0
+            row, stop = run_bounds(runs, run, 0 < steps)
+            for _ in range(0, steps * group):
+                mbarrier.wait(free.index(slot), parity ^ 1)
+                at = row + gl.arange(0, M, layout=gl.BlockedLayout([1], [_LANES], [1], [0]))
+                stat = (b.to(gl.int64) * heads + h) * q_len
+                async_copy.async_copy_global_to_shared(lse_ring.index(slot), lse + stat + at, mask=at < q_len)
+                async_copy.async_copy_global_to_shared(delta_ring.index(slot), delta + stat + at, mask=at < q_len)
+                async_copy.mbarrier_arrive(q_ready.index(slot), increment_count=False)
+                slot, parity = next_slot(slot, parity, STAGES)
+                h, step, run, row, stop = next_query(runs, h, step, steps, run, row, stop, M)
+
+
+@gluon.jit
+def next_query(runs, h, step, steps, run, row, stop, M: gl.constexpr):
+    """(head, number among its steps, run, first, end of run) of the next step; behind a head's last, the next head."""
+    step += 1
+    if step == steps:
         h += 1
+        step = 0
         run = 0
         row, stop = run_bounds(runs, run)
-    return h, run, row, stop
+    else:
+        run, row, stop = next_step(runs, run, row, stop, True, M)
+    return h, step, run, row, stop
 
 
 @gluon.jit
@@ -97,7 +117,8 @@ def gather_keys(
     ROW: gl.constexpr = gl.SliceLayout(0, NM)
     k_ND = k_ring.index(PART).reshape([N, D])
     v_NE = v_ring.index(PART).reshape([N, E])
-    count = 0
+    slot = 0
+    parity = 0
     tiles = 0
     for turn in range(0, turns_of(plan)):
         first, end, mask_head, runs, steps, b, g = find_tile(turn, plan)
@@ -112,18 +133,17 @@ def gather_keys(
             dv_NE = gl.zeros([N, E], gl.float32, layout=NE)
             nothing = gl.zeros([N, M], gl.float32, layout=NM)
             d_scores_A = gl.zeros([N, M], DTYPE, layout=gl.DotOperandLayout(0, ND, 2))
-            before = count % STAGES  # of the product for dk that is held back; nothing, at first
+            before = slot  # of the product for dk that is held back; nothing, at first
             h = g * group
+            step = 0
             run = 0
             query, stop = run_bounds(runs, run, 0 < steps)
-            for step in range(0, steps * group):
-                slot = count % STAGES
-                phase = count // STAGES & 1
-                mbarrier.wait(q_ready.index(slot), phase)
+            for n in range(0, steps * group):
+                mbarrier.wait(q_ready.index(slot), parity)
                 q_DM = q_ring.index(slot).reshape([M, D]).permute((1, 0))
                 scores = warpgroup_mma(k_ND, q_DM, nothing, use_acc=False, is_async=True)
                 dk_ND = warpgroup_mma(d_scores_A, q_ring.index(before).reshape([M, D]), dk_ND, is_async=True)
-                mbarrier.wait(d_out_ready.index(slot), phase)
+                mbarrier.wait(d_out_ready.index(slot), parity)
                 d_out_ME = d_out_ring.index(slot).reshape([M, E])
                 d_weights = warpgroup_mma(v_NE, d_out_ME.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(2, deps=(scores,))
@@ -139,13 +159,13 @@ def gather_keys(
                     mod_h = h + index_maps[1]
                     modified = SCORE(scores, mod_b, mod_h, mod_q, mod_k, score_args)
                     weights = gl.exp2(modified * LOG2_E - lse_M[None, :])
-                d_weights, dk_ND = warpgroup_mma_wait(0, deps=(d_weights, dk_ND))
-                mbarrier.arrive(free.index(before), pred=step > 0)
                 if is_masked(runs, run, query, stop, M):
                     seen = attends(
                         mask, row[None, :], row_ok[None, :], query, col_N1, first, mask_head, q_len, SLOTS, BIT_TILES
                     )
                     weights = gl.where(seen & row_ok[None, :] & col_ok_N1, weights, 0.0)
+                d_weights, dk_ND = warpgroup_mma_wait(0, deps=(d_weights, dk_ND))
+                mbarrier.arrive(free.index(before), pred=n > 0)
                 weights_A = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, NE, 2))
                 dv_NE = warpgroup_mma(weights_A, d_out_ME, dv_NE, is_async=True)
                 delta_M = delta_ring.index(slot).load(ROW)
@@ -156,8 +176,8 @@ def gather_keys(
                 d_scores_A = gl.convert_layout(d_scores.to(DTYPE), gl.DotOperandLayout(0, ND, 2))
                 dv_NE = warpgroup_mma_wait(0, deps=(dv_NE,))
                 before = slot
-                count += 1
-                h, run, query, stop = next_query(runs, h, run, query, stop, (step + 1) % steps, M)
+                slot, parity = next_slot(slot, parity, STAGES)
+                h, step, run, query, stop = next_query(runs, h, step, steps, run, query, stop, M)
             if steps > 0:
                 dk_ND = warpgroup_mma(d_scores_A, q_ring.index(before).reshape([M, D]), dk_ND)
                 mbarrier.arrive(free.index(before))
@@ -202,13 +222,11 @@ def kv_kernel(
                     1, SCORE, D_SCORE, SLOTS, BIT_TILES, HEAD_DIM, V_DIM, STAGES, M,
                 ),
             ),
-            (
-                load_queries,
-                ((k_desc, v_desc, q_desc, d_out_desc), rings, plan, lse, delta, q_len, heads, group, STAGES, M),
-            ),
+            (load_queries, ((k_desc, v_desc, q_desc, d_out_desc), rings, plan, group, STAGES, M)),
+            (load_statistics, (rings, plan, lse, delta, q_len, heads, group, STAGES, M)),
         ],
-        [4, 1],
-        [_WORKER_REGISTERS, _LOADER_REGISTERS],
+        [4, 1, 1],
+        [_WORKER_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip
 
 
@@ -220,7 +238,8 @@ def load_keys(
     q_desc, d_out_desc, k_desc, v_desc = descs
     q_ring, d_out_ring, k_ring, v_ring, kept_ready, kept_free, k_ready, v_ready, free = rings
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
-    count = 0
+    slot = 0
+    parity = 0
     tiles = 0
     for turn in range(0, turns_of(plan)):
         first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
@@ -236,13 +255,12 @@ def load_keys(
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
             for step in range(0, steps):
-                slot = count % STAGES
-                mbarrier.wait(free.index(slot), (count // STAGES & 1) ^ 1)
+                mbarrier.wait(free.index(slot), parity ^ 1)
                 mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(k_desc, [b, g, key, 0], k_ready.index(slot), k_ring.index(slot))
                 mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(v_desc, [b, g, key, 0], v_ready.index(slot), v_ring.index(slot))
-                count += 1
+                slot, parity = next_slot(slot, parity, STAGES)
                 run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
 
 
@@ -263,7 +281,8 @@ def gather_queries(
     MD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     q_MD = q_ring.index(PART).reshape([M, D])
     d_out_ME = d_out_ring.index(PART).reshape([M, E])
-    count = 0
+    slot = 0
+    parity = 0
     tiles = 0
     for turn in range(0, turns_of(plan)):
         first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
@@ -282,20 +301,18 @@ def gather_queries(
             dq_MD = gl.zeros([M, D], gl.float32, layout=MD)
             nothing = gl.zeros([M, N], gl.float32, layout=MN)
             d_scores_A = gl.zeros([M, N], DTYPE, layout=gl.DotOperandLayout(0, MD, 2))
-            before = count % STAGES  # of the product for dq that is held back; nothing, at first
+            before = slot  # of the product for dq that is held back; nothing, at first
             mbarrier.wait(kept_ready.index(0), tiles & 1)
             tiles += 1
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
             for step in range(0, steps):
-                slot = count % STAGES
-                phase = count // STAGES & 1
-                mbarrier.wait(k_ready.index(slot), phase)
+                mbarrier.wait(k_ready.index(slot), parity)
                 k_DN = k_ring.index(slot).reshape([N, D]).permute((1, 0))
                 scores = warpgroup_mma(q_MD, k_DN, nothing, use_acc=False, is_async=True)
                 if N <= 64:
                     dq_MD = warpgroup_mma(d_scores_A, k_ring.index(before).reshape([N, D]), dq_MD, is_async=True)
-                mbarrier.wait(v_ready.index(slot), phase)
+                mbarrier.wait(v_ready.index(slot), parity)
                 v_EN = v_ring.index(slot).reshape([N, E]).permute((1, 0))
                 d_weights = warpgroup_mma(d_out_ME, v_EN, nothing, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(2 if N <= 64 else 1, deps=(scores,))
@@ -327,7 +344,7 @@ def gather_queries(
                     dq_MD = warpgroup_mma(d_scores_A, k_ring.index(slot).reshape([N, D]), dq_MD)
                     mbarrier.arrive(free.index(slot))
                 before = slot
-                count += 1
+                slot, parity = next_slot(slot, parity, STAGES)
                 run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
             mbarrier.arrive(kept_free.index(0))
             if steps > 0 and N <= 64:

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, store_rows, turns_of
+from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, next_slot, store_rows, turns_of
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends_beyond, first_interval
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
@@ -30,7 +30,8 @@ def load_tiles(descs, rings, plan, group, STAGES: gl.constexpr, N: gl.constexpr)
     q_desc, k_desc, v_desc = descs
     q_ring, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready, v_free = rings
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
-    count = 0
+    slot = 0
+    parity = 0
     tiles = 0
     for turn in range(0, turns_of(plan)):
         first, end, mask_head, runs, steps, b, h = find_tile(turn, plan)
@@ -45,15 +46,13 @@ def load_tiles(descs, rings, plan, group, STAGES: gl.constexpr, N: gl.constexpr)
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
             for step in range(0, steps):
-                slot = count % STAGES
-                parity = (count // STAGES & 1) ^ 1
-                mbarrier.wait(k_free.index(slot), parity)
+                mbarrier.wait(k_free.index(slot), parity ^ 1)
                 mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(k_desc, [b, g, key, 0], k_ready.index(slot), k_ring.index(slot))
-                mbarrier.wait(v_free.index(slot), parity)
+                mbarrier.wait(v_free.index(slot), parity ^ 1)
                 mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(v_desc, [b, g, key, 0], v_ready.index(slot), v_ring.index(slot))
-                count += 1
+                slot, parity = next_slot(slot, parity, STAGES)
                 run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
 
 
@@ -105,7 +104,8 @@ def attend_rows(
     ME: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     ME_A: gl.constexpr = gl.DotOperandLayout(0, ME, 2)
     q_MD = q_ring.index(PART).reshape([ROWS, D])
-    count = 0
+    slot = 0
+    parity = 0
     tiles = 0
     if SCORE is None and POSITIVE_SCALE:
         to_base_2 = scale * LOG2_E
@@ -131,8 +131,7 @@ def attend_rows(
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
             if steps > 0:
-                slot = count % STAGES
-                mbarrier.wait(k_ready.index(slot), count // STAGES & 1)
+                mbarrier.wait(k_ready.index(slot), parity)
                 k_DN = k_ring.index(slot).reshape([N, D]).permute((1, 0))
                 scores = warpgroup_mma(q_MD, k_DN, nothing, use_acc=False)
                 mbarrier.arrive(k_free.index(slot))
@@ -144,14 +143,13 @@ def attend_rows(
                 p_MN = gl.convert_layout(weights.to(DTYPE), ME_A)
                 for _ in range(1, steps):
                     run, key, stop = next_step(runs, run, key, stop, True, N)
-                    before = count % STAGES
-                    phase = count // STAGES & 1
-                    count += 1
-                    slot = count % STAGES
-                    mbarrier.wait(k_ready.index(slot), count // STAGES & 1)
+                    before = slot
+                    parity_before = parity
+                    slot, parity = next_slot(slot, parity, STAGES)
+                    mbarrier.wait(k_ready.index(slot), parity)
                     k_DN = k_ring.index(slot).reshape([N, D]).permute((1, 0))
                     scores = warpgroup_mma(q_MD, k_DN, nothing, use_acc=False, is_async=True)
-                    mbarrier.wait(v_ready.index(before), phase)
+                    mbarrier.wait(v_ready.index(before), parity_before)
                     adding = warpgroup_mma(p_MN, v_ring.index(before).reshape([N, E]), acc, is_async=True)
                     scores = warpgroup_mma_wait(1, deps=(scores,))
                     mbarrier.arrive(k_free.index(slot))
@@ -165,11 +163,10 @@ def attend_rows(
                     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, ME))[:, None]
                     p_MN = gl.convert_layout(weights.to(DTYPE), ME_A)
                 mbarrier.arrive(q_free.index(0))
-                before = count % STAGES
-                mbarrier.wait(v_ready.index(before), count // STAGES & 1)
-                acc = warpgroup_mma(p_MN, v_ring.index(before).reshape([N, E]), acc)
-                mbarrier.arrive(v_free.index(before))
-                count += 1
+                mbarrier.wait(v_ready.index(slot), parity)
+                acc = warpgroup_mma(p_MN, v_ring.index(slot).reshape([N, E]), acc)
+                mbarrier.arrive(v_free.index(slot))
+                slot, parity = next_slot(slot, parity, STAGES)
             else:
                 mbarrier.arrive(q_free.index(0))
 

@@ -2,8 +2,8 @@
 
 A program has two warp groups that compute and a warp that loads.  The latter fills the slots of a ring by TMA: it waits
 for a slot's ``free`` barrier, and the copy engine signals ``ready``; who computes waits for ``ready`` and arrives at
-``free`` when the slot has been read.  Everybody counts the uses of a ring alike: use n is of slot n % STAGES, and the
-parity of its ``ready`` phase is n // STAGES & 1.
+``free`` when the slot has been read.  Everybody counts the uses of a ring alike, as a slot and the parity of its
+``ready`` phase; the phase of ``free`` that must have passed before has the other parity.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def next_slot(slot, parity, STAGES: gl.constexpr):
+    """(slot, parity) of a ring's next use."""
+    wraps = slot + 1 == STAGES
+    return gl.where(wraps, 0, slot + 1), parity ^ wraps.to(gl.int32)
 
 
 @gluon.jit
