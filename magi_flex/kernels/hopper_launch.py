@@ -5,6 +5,8 @@ Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -54,13 +56,17 @@ def pays(q: Tensor) -> bool:
     return q_len >= 2 * _ROWS and batch * heads * q_len > _ROWS * multiprocessors(q.device)
 
 
+@functools.cache
+def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.float16)  # the same for bfloat16
+
+
 def _tensor_map(x: Tensor, rows: int) -> TensorDescriptor:
     """Boxes of ``rows`` rows of a head, their columns padded with zeros."""
     box = [1, 1, rows, padded(x.shape[3])]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
     # An axis of one element is never stepped along; its stride must be valid all the same.
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, _layout(*box[2:]))
 
 
 def _programs(items: int, device: torch.device) -> tuple[int]:
