@@ -15,7 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from magi_flex.kernels.hopper_tiles import GROUPS, find_tile, new_barriers, new_ring, next_slot, store_rows, turns_of
+from magi_flex.kernels.hopper_tiles import (
+    GROUPS,
+    find_tile,
+    new_barriers,
+    new_ring,
+    next_slot,
+    slot_before,
+    store_rows,
+    turns_of,
+)
 from magi_flex.kernels.triton_forward import LOG2_E, VARYING, mod_index
 from magi_flex.kernels.triton_mask import attends, attends_beyond, first_interval
 from magi_flex.kernels.triton_runs import is_masked, next_step, run_bounds
@@ -132,13 +141,14 @@ def gather_keys(
             dk_ND = gl.zeros([N, D], gl.float32, layout=ND)
             dv_NE = gl.zeros([N, E], gl.float32, layout=NE)
             nothing = gl.zeros([N, M], gl.float32, layout=NM)
+            # The product for dk is held back by one step; there is nothing to add, at first.
             d_scores_A = gl.zeros([N, M], DTYPE, layout=gl.DotOperandLayout(0, ND, 2))
-            before = slot  # of the product for dk that is held back; nothing, at first
             h = g * group
             step = 0
             run = 0
             query, stop = run_bounds(runs, run, 0 < steps)
-            for n in range(0, steps * group):
+            for uses in range(0, steps * group):
+                before = slot_before(slot, uses, STAGES)
                 mbarrier.wait(q_ready.index(slot), parity)
                 q_DM = q_ring.index(slot).reshape([M, D]).permute((1, 0))
                 scores = warpgroup_mma(k_ND, q_DM, nothing, use_acc=False, is_async=True)
@@ -165,7 +175,7 @@ def gather_keys(
                     )
                     weights = gl.where(seen & row_ok[None, :] & col_ok_N1, weights, 0.0)
                 d_weights, dk_ND = warpgroup_mma_wait(0, deps=(d_weights, dk_ND))
-                mbarrier.arrive(free.index(before), pred=n > 0)
+                mbarrier.arrive(free.index(before), pred=uses > 0)
                 weights_A = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, NE, 2))
                 dv_NE = warpgroup_mma(weights_A, d_out_ME, dv_NE, is_async=True)
                 delta_M = delta_ring.index(slot).load(ROW)
@@ -175,10 +185,10 @@ def gather_keys(
                     d_scores = gl.where(weights != 0.0, d_scores, 0.0)
                 d_scores_A = gl.convert_layout(d_scores.to(DTYPE), gl.DotOperandLayout(0, ND, 2))
                 dv_NE = warpgroup_mma_wait(0, deps=(dv_NE,))
-                before = slot
                 slot, parity = next_slot(slot, parity, STAGES)
                 h, step, run, query, stop = next_query(runs, h, step, steps, run, query, stop, M)
             if steps > 0:
+                before = slot_before(slot, steps, STAGES)
                 dk_ND = warpgroup_mma(d_scores_A, q_ring.index(before).reshape([M, D]), dk_ND)
                 mbarrier.arrive(free.index(before))
             mbarrier.arrive(kept_free.index(0))
@@ -300,13 +310,14 @@ def gather_queries(
             delta_M1 = gl.load(delta + stat, mask=row_ok, other=0.0)[:, None]
             dq_MD = gl.zeros([M, D], gl.float32, layout=MD)
             nothing = gl.zeros([M, N], gl.float32, layout=MN)
+            # The product for dq is held back by one step; there is nothing to add, at first.
             d_scores_A = gl.zeros([M, N], DTYPE, layout=gl.DotOperandLayout(0, MD, 2))
-            before = slot  # of the product for dq that is held back; nothing, at first
             mbarrier.wait(kept_ready.index(0), tiles & 1)
             tiles += 1
             run = 0
             key, stop = run_bounds(runs, run, 0 < steps)
             for step in range(0, steps):
+                before = slot_before(slot, step, STAGES)
                 mbarrier.wait(k_ready.index(slot), parity)
                 k_DN = k_ring.index(slot).reshape([N, D]).permute((1, 0))
                 scores = warpgroup_mma(q_MD, k_DN, nothing, use_acc=False, is_async=True)
@@ -343,11 +354,11 @@ def gather_queries(
                 if N > 64:
                     dq_MD = warpgroup_mma(d_scores_A, k_ring.index(slot).reshape([N, D]), dq_MD)
                     mbarrier.arrive(free.index(slot))
-                before = slot
                 slot, parity = next_slot(slot, parity, STAGES)
                 run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
             mbarrier.arrive(kept_free.index(0))
             if steps > 0 and N <= 64:
+                before = slot_before(slot, steps, STAGES)
                 dq_MD = warpgroup_mma(d_scores_A, k_ring.index(before).reshape([N, D]), dq_MD)
                 mbarrier.arrive(free.index(before))
             store_rows(dq, dq_strides, b, h, dq_MD * scale, first + PART * M, end, HEAD_DIM)

@@ -41,7 +41,7 @@ def serves(request: AttentionRequest, *others: Tensor) -> bool:
     q, k, v = request.q, request.k, request.v
     return (
         q.dtype.itemsize == 2
-        and max(padded(q.shape[3]), padded(v.shape[3])) <= LARGEST_HEAD_DIM
+        and max(q.shape[3], v.shape[3]) <= LARGEST_HEAD_DIM
         and (request.score.is_identity or request.score.steps is not None)
         # Of heads that share keys, masks that differ would need the fixed grid.
         and (request.plan.starts.shape[1] == 1 or q.shape[1] == k.shape[1])
@@ -63,7 +63,7 @@ def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
 
 def _tensor_map(x: Tensor, rows: int) -> TensorDescriptor:
     """Boxes of ``rows`` rows of a head, their columns padded with zeros."""
-    box = [1, 1, rows, padded(x.shape[3])]
+    box = [1, 1, rows, padded(x.shape[3], x.dtype.itemsize)]
     # An axis of one element is never stepped along; its stride must be valid all the same.
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], box, _layout(*box[2:]))

@@ -40,6 +40,12 @@ def next_slot(slot, parity, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def slot_before(slot, uses, STAGES: gl.constexpr):
+    """The slot used before ``slot``, or ``slot`` itself where ``uses``, how many there were, is 0."""
+    return gl.where(uses == 0, slot, gl.where(slot == 0, STAGES - 1, slot - 1))
+
+
+@gluon.jit
 def turns_of(plan):
     """How many row tiles a program takes."""
     return gl.cdiv(plan[4], gl.num_programs(0))

@@ -67,8 +67,8 @@ class TritonBackend(Backend):
             found.append(f"serves head dims from 1 to {LARGEST_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}")
         elif not fits(
             DIRECTIONS if facts.needs_backward else DIRECTIONS[:1],
-            padded(facts.head_dim),
-            padded(facts.v_head_dim),
+            padded(facts.head_dim, facts.dtype.itemsize),
+            padded(facts.v_head_dim, facts.dtype.itemsize),
             facts.dtype.itemsize,
             facts.device,
         ):
@@ -128,7 +128,8 @@ class TritonBackend(Backend):
 
 
 def _tiles(direction: str, q: Tensor, v: Tensor, score: ScoreProgram) -> Tiles:
-    tiles = tiles_for(direction, q.dtype, padded(q.shape[3]), padded(v.shape[3]), q.device)
+    head_dim, v_dim = (padded(x.shape[3], x.dtype.itemsize) for x in (q, v))
+    tiles = tiles_for(direction, q.dtype, head_dim, v_dim, q.device)
     return tiles if score.is_identity else for_score_mod(direction, tiles, score.steps is None)
 
 

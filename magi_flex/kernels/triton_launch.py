@@ -78,7 +78,8 @@ def replicas_of(plan: MaskPlan, batch: int, heads: int) -> tuple[int, int]:
 
 def _dims(request: AttentionRequest) -> dict[str, int]:
     head_dim, v_dim = request.q.shape[3], request.v.shape[3]
-    return {"HEAD_DIM": head_dim, "V_DIM": v_dim, "D": padded(head_dim), "E": padded(v_dim)}
+    size = request.q.dtype.itemsize
+    return {"HEAD_DIM": head_dim, "V_DIM": v_dim, "D": padded(head_dim, size), "E": padded(v_dim, size)}
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
         )  # fmt: skip
         if splits > 1:
             total = batch * heads * q_len
-            padded_dim = padded(shape[3])
+            padded_dim = padded(shape[3], 4)
             block = max(1, _ROW_BYTES // (8 * padded_dim))
             merge_kernel[(-(-total // block),)](
                 *parts, out, lse, max_score, row_strides(out), splits, total, q_len, heads,
@@ -133,12 +134,13 @@ def row_statistics(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None
     out, d_out = unit_stride(out), unit_stride(d_out)
     batch, heads, q_len, v_dim = out.shape
     kept_lse, delta = (torch.empty((batch, heads, q_len), dtype=torch.float32, device=out.device) for _ in range(2))
-    block = max(1, _ROW_BYTES // (4 * padded(v_dim)))
+    padded_dim = padded(v_dim, 4)
+    block = max(1, _ROW_BYTES // (4 * padded_dim))
     with on_device(out.device):
         delta_kernel[(-(-delta.numel() // block),)](
             out, d_out, lse, d_lse, delta, kept_lse,
             row_strides(out), row_strides(d_out), row_strides(lse), (0, 0, 0) if d_lse is None else row_strides(d_lse),
-            delta.numel(), q_len, heads, V_DIM=v_dim, E=padded(v_dim), M=block,
+            delta.numel(), q_len, heads, V_DIM=v_dim, E=padded_dim, M=block,
         )  # fmt: skip
     return kept_lse, delta
 
