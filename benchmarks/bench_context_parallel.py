@@ -13,11 +13,14 @@ a Chrome trace and (with matplotlib) a picture.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.bench_ffa import bounds
-from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ring, staged, stock
+from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ours, ring, stock
 from benchmarks.harness import RESULTS, Row, Timing, attention_tflops, leave, table, time_once, write_results
 from magi_flex.distributed import ContextParallel, Timeline
 from magi_flex.distributed.cost_model import Shape
@@ -36,9 +39,9 @@ from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 
 MASKS = ("full", "causal", "varlen_causal", "varlen_block_causal")
+SAMPLE_SECONDS, MOST_CALLS = 0.03, 16
 OURS, COMPUTING, ALONE = "ours", "computing only", "one GPU"
 STOCK, NATIVE = "stock context parallel", "ours, native collectives"
-Native = Literal["auto"] | bool
 
 
 def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
@@ -47,10 +50,10 @@ def intervals(mask: str, length: int, device: torch.device) -> RowIntervals:
 
 
 def operands(
-    mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype, native: Native
+    mask: RowIntervals, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype, **options: Any
 ) -> Problem:
     """Random rows on every rank; which ones they are does not matter to anybody's time."""
-    cp = ContextParallel(mesh, mask, native=native)
+    cp = ContextParallel(mesh, mask, **options)
     heads, kv_heads = args.heads
     sizes = [(1, n, len(cp.rows), args.dim) for n in (heads, kv_heads, kv_heads, heads)]
     tensors = [torch.randn(size, device=cp.device, dtype=dtype) for size in sizes]
@@ -73,14 +76,27 @@ def alone(problem: Problem, mask: str) -> Side:
 
 
 def slowest(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """As harness.interleave, each time that of the slowest rank."""
+    """As harness.interleave, each time that of the slowest rank.
+
+    Short passes follow each other for at least SAMPLE_SECONDS, as layers do, so that a sample is the time that the GPUs
+    take and not that of the first launch after an idle GPU.
+    """
+    most = torch.zeros(1, dtype=torch.float64, device=device)
     for work in works.values():
         work()
+        most = torch.maximum(most, torch.tensor(time_once(work, device), dtype=most.dtype, device=device))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / most.item())))
+
+    def several(work: Callable[[], object]) -> None:
+        for _ in range(calls):
+            work()
+
     samples = {name: torch.zeros(repeats, dtype=torch.float64) for name in works}
     for i in range(repeats):
         for name, work in works.items():
             dist.barrier()
-            samples[name][i] = time_once(work, device)
+            samples[name][i] = time_once(functools.partial(several, work), device) / calls
     for taken in samples.values():
         on_device = taken.to(device)
         dist.all_reduce(on_device, dist.ReduceOp.MAX)
@@ -99,15 +115,23 @@ def attended_keys(mask: RowIntervals, rows: Tensor) -> Tensor:
     return change.cumsum(0)[:-1] > 0
 
 
+def shape_of(problem: Problem) -> Shape:
+    q, k, v = problem.tensors
+    return Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
+
+
+def cut_of(problem: Problem, backward: bool) -> str:
+    cut = problem.cp.masks[0].cut(shape_of(problem), backward)
+    return f"{cut.by} in {cut.parts}"
+
+
 def traffic(problem: Problem, backward: bool) -> dict[str, float]:
     """Bytes that the rank with the most receives (keys, and gradients of its own keys), and the lower bound."""
     group, cp = problem.group, problem.cp
-    q, k, v = problem.tensors
-    shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
+    shape = shape_of(problem)
     plan, rank = cp.masks[0].plan(shape, backward), group.rank()
-    hops = [hop for key_set in plan.remote for hop in key_set.hops]
-    keys = sum(int(hop.recv_counts.sum() - hop.recv_counts[rank]) for hop in hops)
-    copies = sum(int(hop.send_counts.sum() - hop.send_counts[rank]) for hop in hops)
+    keys = sum(int(hop.recv_counts.sum() - hop.recv_counts[rank]) for hop in plan.hops)
+    copies = sum(int(hop.send_counts.sum() - hop.send_counts[rank]) for hop in plan.hops)
     owner = torch.empty(problem.mask.kv_len, dtype=torch.int64)
     for other in range(group.size()):
         owner[cp.dispatch.rows(other)] = other
@@ -118,7 +142,7 @@ def traffic(problem: Problem, backward: bool) -> dict[str, float]:
         least_copies += int((wanted == rank).sum()) if other != rank else 0
     sizes = torch.tensor([[keys, copies], [least_keys, least_copies]], dtype=torch.float64)
     gradient = shape.key_gradient_bytes() if backward else 0
-    moved = (sizes @ torch.tensor([shape.key_bytes(), gradient], dtype=torch.float64)).to(q.device)
+    moved = (sizes @ torch.tensor([shape.key_bytes(), gradient], dtype=torch.float64)).to(problem.q.device)
     dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
     received, least = moved.tolist()
     return {"MiB received": received / 2**20, "MiB lower bound": least / 2**20}
@@ -144,9 +168,12 @@ def rates(
 def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     """Ours beside what uses our kernels, forward and backward."""
     length = tokens * mesh.size()
-    problem = operands(intervals(mask, length, args.device), mesh, args, dtype, False)
-    sides = {OURS: staged(problem), COMPUTING: computing_only(problem), ALONE: alone(problem, mask)}
+    problem = operands(intervals(mask, length, args.device), mesh, args, dtype)
+    sides = {OURS: ours(problem), COMPUTING: computing_only(problem), ALONE: alone(problem, mask)}
     sides |= {"all-gather": all_gather(problem), "ring": ring(problem)}
+    for by, parts in args.cuts:
+        cp = ContextParallel(mesh, problem.mask, cut=by, forward_stages=parts, backward_stages=parts)
+        sides[f"ours, {by} in {parts}"] = ours(replace(problem, cp=cp))
     heads = f"{args.heads[0]}:{args.heads[1]}"
     rows = []
     for direction in ("fwd", "bwd"):
@@ -154,7 +181,7 @@ def measure(mask: str, tokens: int, mesh: DeviceMesh, args: argparse.Namespace, 
         more: dict[str, Any] = {"ranks": mesh.size(), "transport": dist.get_backend(problem.group)}
         more |= {"imbalance": problem.cp.imbalance, "share of one GPU": rate[OURS] / rate[ALONE]}
         more |= {"exposed share": max(0.0, 1 - ms[COMPUTING] / ms[OURS])}
-        more |= traffic(problem, direction == "bwd")
+        more |= traffic(problem, direction == "bwd") | {"cut": cut_of(problem, direction == "bwd")}
         own = MaskPlan(intervals(mask, problem.q.shape[2], args.device))
         backend = route(facts_of(AttentionRequest(*problem.tensors, own, problem.scale), True)).name
         beside = {name: value for name, value in rate.items() if name not in (OURS, COMPUTING)}
@@ -174,12 +201,12 @@ def measure_beside(
     name: str, mask: str, rows: list[Row], mesh: DeviceMesh, args: argparse.Namespace, dtype: torch.dtype
 ) -> None:
     """Adds another side to a cell's rows, measured in turn with ours."""
-    problem = operands(intervals(mask, rows[0].S, args.device), mesh, args, dtype, False)
-    sides = {OURS: staged(problem)}
+    problem = operands(intervals(mask, rows[0].S, args.device), mesh, args, dtype)
+    sides = {OURS: ours(problem)}
     if name == STOCK:
         sides[name] = stock(problem, mask)
     else:
-        sides[name] = staged(operands(problem.mask, mesh, args, dtype, True))
+        sides[name] = ours(operands(problem.mask, mesh, args, dtype, native=True))
     for row in rows:
         assert row.direction is not None
         _, rate = rates(problem, sides, mask, row.direction, args)
@@ -194,9 +221,9 @@ def measure_beside(
 def draw_timeline(problem: Problem, folder: Path) -> None:
     """Both passes of every rank: timeline.json for chrome://tracing, timeline.png if matplotlib is there."""
     problem.cp.timeline = Timeline(problem.q.device)
-    side = staged(problem)
+    side = ours(problem)
     problem.cp.timeline = Timeline(problem.q.device)
-    side = staged(problem)  # the forward pass, recorded by the second timeline
+    side = ours(problem)  # the forward pass, recorded by the second timeline
     assert side.backward is not None
     side.backward()
     spans: list[list[Span] | None] = [None] * problem.group.size()
@@ -237,6 +264,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--heads", default="64:8", help="query heads:key heads")
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--cuts", default="", help="ours cut otherwise, too: keys:1,heads:2,...")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--native", action="store_true", help="native group collectives, too")
@@ -245,6 +273,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.heads = [int(x) for x in args.heads.split(":")]
+    cuts = [cut.split(":") for cut in args.cuts.split(",") if cut]
+    args.cuts = [(by, int(parts)) for by, parts in cuts]
     return args
 
 

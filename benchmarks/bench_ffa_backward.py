@@ -82,7 +82,7 @@ def measure(
     results = [torch.empty_like(x) for x in (q, k, v)]
     of_q = None
     if not instance.sum_dq:
-        variant = gradient_q_instance(instance, heads // kv_heads, 1)
+        variant = gradient_q_instance(instance)
         of_q = GradientQ(variant, forward_schedule(plan, variant))
 
     def ffa(schedule: BackwardSchedule) -> Work:

@@ -8,6 +8,7 @@ Shape legend: B batch, H query heads, G key/value heads, Q local rows, K keys, D
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_flex.distributed import ContextParallel
+from magi_flex.distributed.attention_plan import KeySet
 from magi_flex.distributed.cost_model import Shape
+from magi_flex.distributed.head_groups import GroupedAttention
 from magi_flex.distributed.mask_forms import to_plan
-from magi_flex.distributed.stages import KeySet, StagedAttention
+from magi_flex.distributed.stages import StagedAttention
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest
 from magi_flex.kernels.route import facts_of, route
@@ -88,24 +91,30 @@ def _backward(request: AttentionRequest, out: AttentionOutput, d_out: Tensor) ->
 # ---- ours -----------------------------------------------------------------------------------------------------------
 
 
-def _staged(problem: Problem, backward: bool) -> StagedAttention:
+def _ours(
+    problem: Problem,
+    backward: bool,
+    staged: type[StagedAttention] = StagedAttention,
+    grouped: type[GroupedAttention] = GroupedAttention,
+) -> StagedAttention | GroupedAttention:
     q, k, v = problem.tensors
     mask = problem.cp.masks[0]
     shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
-    return StagedAttention(
-        mask.plan(shape, backward),
-        problem.group,
-        problem.scale,
-        timeline=mask.timeline,
-        prefetch=mask.options.prefetch,
-        max_score=False,
-    )
+    plan = mask.plan(shape, backward)
+    kind = staged if plan.joined is None else grouped
+    common = {"timeline": mask.timeline, "prefetch": mask.options.prefetch, "max_score": False}
+    return kind(plan, problem.group, problem.scale, **common)
 
 
-def staged(problem: Problem) -> Side:
-    """Staged attention, as flex_attention on a ContextParallel's DTensors calls it."""
+def ours(problem: Problem) -> Side:
+    """As flex_attention on a ContextParallel's DTensors computes it."""
+    return _side(problem, _ours(problem, False), _ours(problem, True))
+
+
+def _side(
+    problem: Problem, forward: StagedAttention | GroupedAttention, backward: StagedAttention | GroupedAttention
+) -> Side:
     q, k, v = problem.tensors
-    forward, backward = _staged(problem, False), _staged(problem, True)
     result, _ = forward.forward(q, k, v)
     return Side(
         lambda: forward.forward(q, k, v)[0].out,
@@ -117,32 +126,42 @@ def _of(grads: AttentionGradients) -> tuple[Tensor, Tensor, Tensor]:
     return grads.dq, grads.dk, grads.dv
 
 
-class _Still(StagedAttention):
-    """Staged attention whose keys are there already, and whose gradients stay: what it computes, and nothing else."""
+class _StillStages(StagedAttention):
+    """The keys are there already, and gradients stay: what is computed, and nothing else."""
 
     def _key_sets(self, k: Tensor, v: Tensor, kept: object) -> Iterator[tuple[KeySet, Tensor, Tensor]]:
-        yield self.plan.local, k, v
-        for key_set in self.plan.remote:
-            rows = [torch.zeros_like(x[:, :, :1]).expand(-1, -1, len(key_set.keys), -1).contiguous() for x in (k, v)]
-            yield key_set, rows[0], rows[1]
+        local, *remote = self.plan.sets
+        yield local, k, v
+        for key_set in remote:
+            yield key_set, *_rows_like(k, v, len(key_set.keys))
 
     def _reduce(self, *args: object) -> Callable[[], list[Tensor]]:
         return list
 
 
+class _StillGroups(GroupedAttention):
+    def _groups(self, q_heads: int, k: Tensor, v: Tensor, kept: object) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        for group in self._cut(q_heads, k.shape[1]):
+            yield group, *_rows_like(k[:, group.key], v[:, group.key], len(self._joined.keys))
+
+    def _reduce(self, lane: object, parts: list[Tensor], group: object) -> Callable[[], list[Tensor]]:
+        return lambda: [x[: len(self.plan.keys)] for x in parts]
+
+
+def _rows_like(k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """So many random keys and values, as they lie after they have travelled."""
+    k, v = (_random_rows((count, *x.shape[:2], x.shape[3]), x.dtype, x.device).movedim(0, 2) for x in (k, v))
+    return k, v
+
+
+@functools.lru_cache(maxsize=8)
+def _random_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
 def computing_only(problem: Problem) -> Side:
-    """The kernel calls of :func:`staged` alone: its time beside that of staged is the exposed communication."""
-    q, k, v = problem.tensors
-    forward, backward = (_Still(**_fields(_staged(problem, x))) for x in (False, True))
-    result, _ = forward.forward(q, k, v)
-    return Side(
-        lambda: forward.forward(q, k, v)[0].out,
-        lambda: _of(backward.backward(q, k, v, result.out, result.lse, problem.d_out, None)),
-    )
-
-
-def _fields(staged: StagedAttention) -> dict[str, Any]:
-    return {name: getattr(staged, name) for name in StagedAttention.__dataclass_fields__}
+    """The kernel calls of :func:`ours` alone: its time beside that of ours is the exposed communication."""
+    return _side(problem, *(_ours(problem, x, _StillStages, _StillGroups) for x in (False, True)))
 
 
 # ---- all-gather with our kernels ------------------------------------------------------------------------------------

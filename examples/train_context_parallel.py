@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from typing import Any
@@ -92,13 +93,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     args.device = "cpu"
     if on_gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        args.device = f"cuda:{torch.cuda.current_device()}"
-    elif torch.get_num_threads() > 1:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        args.device = str(device)
+        dist.init_process_group("nccl", device_id=device)  # without it the first barrier may hang
+    else:
+        dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if not on_gpu and torch.get_num_threads() > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     magi_flex.enable()
     mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,), mesh_dim_names=("cp",))

@@ -32,6 +32,13 @@ class Band:
     def is_causal(self) -> bool:
         return self.left is None and self.right == 0
 
+    def area(self, q_len: int, kv_len: int) -> int:
+        """Attended (query, key) pairs."""
+        own = torch.arange(kv_len - q_len, kv_len)
+        first = torch.zeros_like(own) if self.left is None else (own - self.left).clamp(min=0)
+        end = torch.full_like(own, kv_len) if self.right is None else (own + self.right + 1).clamp(max=kv_len)
+        return int((end - first).clamp(min=0).sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:

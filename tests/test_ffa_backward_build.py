@@ -8,7 +8,7 @@ import torch
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa_backward
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.ffa import FfaBackend, backward_instance, gradient_q_instance
+from magi_flex.kernels.ffa import FfaBackend, backward_instance, gradient_q_instance, has_few_keys
 from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import (
     band_steps,
@@ -51,7 +51,7 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
 
 
 def test_parameters_have_the_sizes_that_the_source_asserts() -> None:
-    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [128, 184]
+    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [144, 192]
 
 
 def random_plan(mask_batch: int, mask_heads: int) -> MaskPlan:
@@ -128,6 +128,14 @@ def test_heads_with_masks_of_their_own_share_key_tiles() -> None:
     assert (begin == begin[0]).all() and (begin[0] == torch.arange(0, 700, KEYS)).all()
 
 
+def test_few_keys_are_counted() -> None:
+    plan = random_plan(2, 1)
+    mean = plan.area() / (2 * plan.q_len)
+    assert has_few_keys(plan, int(mean) + 1) is True and has_few_keys(plan, int(mean)) is False
+    window = MaskPlan(RowIntervals.full(600, 700), structure=Band(99, 0))  # what is known counts, nobody looks
+    assert has_few_keys(window, 101) is True and has_few_keys(window, 100) is False
+
+
 def test_the_plan_must_have_key_tiles() -> None:
     plan = build_tile_plan(random_plan(1, 1), ROWS, KEYS)
     with pytest.raises(ValueError, match="transposed"):
@@ -146,7 +154,7 @@ def test_auto_takes_what_has_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")
 def test_gradient_of_q_uses_the_matrix_units_and_spills_nothing() -> None:
-    instance = gradient_q_instance(backward_instance(torch.bfloat16, 256, 256), 8, 1)
+    instance = gradient_q_instance(backward_instance(torch.bfloat16, 256, 256, pack=8))
     cubin = instance.compile()
     assert (cubin.spill_bytes, cubin.warnings) == (0, [])
     found = instructions(cubin.code, "ffa_gradient_q")

@@ -88,10 +88,10 @@ def test_kernels_built_ahead_are_those_that_run(tmp_path, monkeypatch, capsys) -
     ahead = ffa_ahead.forward_instances([8])
     counted = device_plans.missing() is None
     assert forward_instance(torch.float16, 64, 64, 8, 1, counted=counted) in ahead and len(ahead) == 4
-    assert [x.head_dim for x in ffa_ahead.backward_instances()] == [64, 64]
+    assert [x.head_dim for x in ffa_ahead.backward_instances([8])] == [64, 64]
     assert ffa_ahead.gradient_q_instances([8]) == []
     monkeypatch.setattr(ffa_ahead, "forward_instances", lambda groups: ahead[:1])
-    monkeypatch.setattr(ffa_ahead, "backward_instances", lambda: [])
+    monkeypatch.setattr(ffa_ahead, "backward_instances", lambda groups: [])
     monkeypatch.setattr(cuda_build, "cache_directory", lambda: tmp_path)
     ffa_ahead.main(["--jobs", "1"])
     assert len(list(tmp_path.glob("forward-sm_90a-*.cubin"))) == 1

@@ -96,8 +96,12 @@ def test_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append(check_backward(request, d_out))
     for other in results[1:]:
         assert all(torch.equal(getattr(results[0], n), getattr(other, n)) for n in ("dq", "dk", "dv"))
+    # Eight heads of one key/value head, that share steps.
     emulator.install(monkeypatch)
     q, k, v, d_out = inputs(127, 257, 64, 64, torch.float16)
+    k, v = k[:, :1], v[:, :1]
+    q, d_out = (x.repeat_interleave(2, 1) * torch.linspace(0.5, 1.5, 8).view(8, 1, 1) for x in (q, d_out))
+    q, d_out = q.to(k.dtype), d_out.to(k.dtype)
     check_backward(AttentionRequest(q, k, v, causal(127, 257), 0.1, deterministic=True), d_out)
 
 
@@ -225,4 +229,8 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     result = FfaBackend().forward(request)
     exact, rounded = (dense(request, d_out, None, dtype) for dtype in (torch.float64, q.dtype))
     assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
-    check_backward(request, d_out)
+    # The host does not look at such a plan: a flag on the device says which kernels make dq, and all are launched.
+    for most_keys in (0, kv_len):
+        monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys})
+        assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
+        check_backward(request, d_out)

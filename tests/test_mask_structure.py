@@ -40,6 +40,7 @@ def test_bands_are_found_whole(data: st.DataObject) -> None:
     side = st.one_of(st.none(), st.integers(0, 45))
     band = Band(data.draw(side), data.draw(side))
     mask = dense(band, 2, q_len, kv_len)
+    assert 2 * band.area(q_len, kv_len) == mask.sum()
     result = found(mask)
     if not mask.any(2).all():
         assert result is None  # rows that attend to nothing: no band

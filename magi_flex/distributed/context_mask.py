@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from magi_flex.canonical_mask import CanonicalMaskMod
-from magi_flex.distributed.cost_model import PREFETCH, Costs, Shape, choose_stages
+from magi_flex.distributed.attention_plan import AttentionPlan
+from magi_flex.distributed.cost_model import PREFETCH, Costs, Cut, Shape, choose_cut
 from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.key_ranges import KeyRanges
 from magi_flex.distributed.native_exchange import with_native_hops
 from magi_flex.distributed.planning import gather_needed
 from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
-from magi_flex.distributed.stages import AttentionPlan
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
 from magi_flex.sharded_mask import HANDLE_MAGIC, HANDLE_SHAPE, ShardedMaskMod
@@ -38,9 +39,12 @@ class Options:
     """How the passes of a context parallel run are cut.
 
     Attributes:
-        forward_stages, backward_stages: None lets the cost model choose.
-        keep_keys: keep the remote keys and values of the forward pass for the backward pass instead of fetching them
-            again; both passes then have the forward's stages.
+        cut: "keys": the rank's own keys are attended to first, then those of others in stages, as they arrive; "heads":
+            all keys are attended to at once, by one group of heads after the other; "auto": what the cost model finds
+            faster.
+        forward_stages, backward_stages: stages, or groups of heads; None lets the cost model choose.
+        keep_keys: keep the keys and values of others of the forward pass for the backward pass instead of fetching them
+            again; both passes then are cut as the forward is.
         ranks_per_node: above 1: exchange on two levels.
         move: "keys"; or "auto": queries where the cost model finds that faster, which it considers where a pass has so
             few queries that sending them all would take fewer bytes than sending all keys.
@@ -51,6 +55,7 @@ class Options:
         costs: figures of the machine for the cost model.
     """
 
+    cut: Literal["auto", "keys", "heads"] = "auto"
     forward_stages: int | None = None
     backward_stages: int | None = None
     keep_keys: bool = False
@@ -63,6 +68,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.native not in ("auto", True, False):
             raise ValueError(f'native: got {self.native!r}, allowed are "auto", True and False')
+        if self.cut not in ("auto", "keys", "heads"):
+            raise ValueError(f'cut: got {self.cut!r}, allowed are "auto", "keys" and "heads"')
         if self.move not in ("auto", "keys"):
             raise ValueError(f'move: got {self.move!r}, allowed are "auto" and "keys"')
         for name in ("prefetch", "ranks_per_node"):
@@ -78,7 +85,8 @@ class Options:
         costs = torch.tensor(list(vars(self.costs).values()), dtype=torch.float64).view(torch.int64).tolist()
         stages = (self.forward_stages or 0, self.backward_stages or 0)
         native = 2 if self.native == "auto" else int(self.native)
-        return [*stages, self.keep_keys, self.ranks_per_node, self.move == "auto", self.prefetch, native, *costs]
+        cut = ("auto", "keys", "heads").index(self.cut)
+        return [cut, *stages, self.keep_keys, self.ranks_per_node, self.move == "auto", self.prefetch, native, *costs]
 
 
 Part = tuple[int, int, int, int]  # of a mask: first batch entry, entries, first head, heads
@@ -125,9 +133,10 @@ class ContextMask:
 
     def _solved(self, part: Part, shape: Shape, backward: bool) -> AttentionPlan:
         """One plan for all passes that cut the same part into the same stages."""
-        stages = self.stages(shape, backward)
-        considered = self.options.move == "auto" and self._few_queries(shape, backward)
-        key = (part, stages, (shape, backward) if considered else None)
+        may_move = self.options.move == "auto" and self.options.cut != "heads"
+        considered = may_move and self._few_queries(shape, backward)
+        cut = self.cut(shape, backward, ("keys",) if considered else ("keys", "heads"))
+        key = (part, cut, (shape, backward) if considered else None)
         if key not in self._plans:
             mask, needed = self._parts[part]
             moved = self._moved_queries(mask, needed, shape, backward) if considered else None
@@ -137,13 +146,14 @@ class ContextMask:
                 self.kv_dispatch,
                 self.group.rank(),
                 needed,
-                stages,
+                cut.parts if cut.by == "keys" else 1,
                 self.options.ranks_per_node,
                 moved,
+                joined=cut.by == "heads",
             )
             if self.native:
                 exchange = with_native_hops(exchange, self.group, self.device)
-            self._plans[key] = AttentionPlan.from_exchange(exchange, self.device)
+            self._plans[key] = AttentionPlan.from_exchange(exchange, self.device, cut.parts)
         return self._plans[key]
 
     def _part(self, batch_offset: int, batch: int, head_offset: int, heads: int) -> Part:
@@ -183,24 +193,26 @@ class ContextMask:
         counts = gather_pair_counts(mask, self.q_dispatch, self.kv_dispatch, needed, self.group)
         return choose_pairs(counts, shape, costs, backward, bandwidth)
 
-    def stages(self, shape: Shape, backward: bool) -> int:
-        """The same on every rank: chosen for the rank with the most remote keys."""
+    def cut(self, shape: Shape, backward: bool, by: Sequence[Literal["keys", "heads"]] = ("keys", "heads")) -> Cut:
+        """How a pass is cut, the same on every rank: chosen for the rank with the most remote keys."""
         options = self.options
-        chosen = options.backward_stages if backward else options.forward_stages
-        if chosen is not None:
-            return chosen
+        if options.cut != "auto":
+            by = (options.cut,)
         counts = self.needed.counts()
         rank = int(counts.argmax())
         own = self.kv_dispatch.row_counts()[rank]
-        return choose_stages(
+        return choose_cut(
             options.costs,
             shape,
             backward,
             self.area / self.group.size(),
+            self.mask.q_len / self.group.size(),
             own,
             max(0, int(counts[rank]) - own),
             self._crosses_network,
             prefetch=options.prefetch,
+            by=by,
+            parts=options.backward_stages if backward else options.forward_stages,
         )
 
 

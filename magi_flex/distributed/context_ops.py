@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magi_flex.distributed import context_mask
 from magi_flex.distributed.context_mask import ContextMask
 from magi_flex.distributed.cost_model import Shape
+from magi_flex.distributed.head_groups import GroupedAttention
 from magi_flex.distributed.stages import StagedAttention
 from magi_flex.kernels.layout import in_order
 from magi_flex.kernels.request import IndexMap, ScoreProgram
@@ -147,16 +148,15 @@ def _staged(
     backend: str,
     backward: bool,
     max_score: bool = False,
-) -> tuple[ContextMask, StagedAttention]:
+) -> tuple[ContextMask, StagedAttention | GroupedAttention]:
     mask, batch_offset, head_offset = context_mask.find(handle)
     if not score.is_identity:
         indices = IndexMap(b_offset=batch_offset, h_offset=head_offset)
         score = replace(score, index_map=indices)
     shape = Shape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[0], q.element_size())
     plan = mask.plan(shape, backward, batch_offset, head_offset)
-    return mask, StagedAttention(
-        plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch, max_score
-    )
+    kind = StagedAttention if plan.joined is None else GroupedAttention
+    return mask, kind(plan, mask.group, scale, score, backend, mask.timeline, mask.options.prefetch, max_score)
 
 
 def run_forward(

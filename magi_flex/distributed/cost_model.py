@@ -1,4 +1,4 @@
-"""What a pass costs: link and kernel figures, and the stage count that follows from them.
+"""What a pass costs: link and kernel figures, and the way to cut it that follows from them.
 
 Shape legend: P ranks.
 """
@@ -6,10 +6,25 @@ Shape legend: P ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 MAX_STAGES = 8
 PREFETCH = 2
+
+
+class Cut(NamedTuple):
+    """Into what a pass is cut, so that communication runs beside compute.
+
+    Attributes:
+        by: "keys": the rank's own keys, then ``parts`` sets of remote ones, whose partial results are joined
+            (stages.py); "heads": ``parts`` groups of heads over all keys (head_groups.py).
+        parts: how many.
+    """
+
+    by: Literal["keys", "heads"]
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,18 @@ class Shape:
             dims = self.head_dim * self.element_size + 4 * self.v_head_dim + 8
         return self.batch * self.q_heads * dims
 
+    def join_bytes(self, backward: bool) -> int:
+        """Bytes of memory traffic that a query costs for each set of keys beyond the first one.
+
+        Forward: its float32 output is read and written; backward: the float32 gradient is zeroed, read, written, and
+        added to the others', and out and d_out are read again.
+        """
+        if backward:
+            dims = 6 * 4 * self.head_dim + 2 * self.element_size * self.v_head_dim
+        else:
+            dims = 2 * 4 * self.v_head_dim
+        return self.batch * self.q_heads * dims
+
     def pair_flops(self, backward: bool) -> int:
         """Floating point operations of one (query, key) pair: 2 products forward, 5 backward."""
         if backward:
@@ -65,6 +92,7 @@ class Costs:
         node_bandwidth, network_bandwidth: bytes a second that a rank sends (and receives) inside and between nodes.
         latency: seconds that a collective costs besides its bytes.
         launch: seconds that a kernel call costs besides its operations.
+        memory_bandwidth: bytes a second that a rank reads and writes in its own memory.
     """
 
     forward_flops: float = 600e12
@@ -73,6 +101,7 @@ class Costs:
     network_bandwidth: float = 40e9
     latency: float = 30e-6
     launch: float = 20e-6
+    memory_bandwidth: float = 3e12
 
 
 @dataclass(frozen=True)
@@ -111,38 +140,74 @@ def pipeline(
     return times
 
 
-def choose_stages(
+def pass_seconds(
+    cut: Cut,
+    costs: Costs,
+    shape: Shape,
+    backward: bool,
+    rows: float,
+    local_compute: float,
+    remote_compute: float,
+    communication: float,
+    prefetch: int = PREFETCH,
+) -> float:
+    """Of a rank with so many query rows, its computing over its own and over remote keys, and its bytes' time."""
+    if cut.by == "heads":
+        compute = local_compute + remote_compute
+        return pipeline(0.0, compute, communication, cut.parts, costs, cut.parts)[-1].end
+    end = pipeline(local_compute, remote_compute, communication, cut.parts, costs, prefetch)[-1].end
+    return end + cut.parts * rows * shape.join_bytes(backward) / costs.memory_bandwidth
+
+
+def choose_cut(
     costs: Costs,
     shape: Shape,
     backward: bool,
     pairs: float,
+    rows: float,
     own_keys: float,
     remote_keys: float,
     crosses_network: bool,
     keep_keys: bool = False,
     prefetch: int = PREFETCH,
-) -> int:
-    """The stage count from 1 to 8 with the shortest predicted pass.
+    by: Sequence[Literal["keys", "heads"]] = ("keys", "heads"),
+    parts: int | None = None,
+) -> Cut:
+    """The cut into 1 to 8 parts with the shortest predicted pass.
 
     Args:
         pairs: attended pairs of a rank's rows; taken as spread evenly over its own and the remote keys.
+        rows: query rows of a rank.
         own_keys, remote_keys: of the rank with the most remote keys.
         keep_keys: the backward pass has the keys already and only sends gradients.
+        by: what may be cut.
+        parts: this many.
+
+    Raises:
+        ValueError: ``parts`` groups of heads are asked for and do not divide the key heads.
     """
-    if remote_keys == 0:
-        return 1
+    counts = range(1, MAX_STAGES + 1) if parts is None else [parts]
+    cuts = [Cut("keys", n) for n in counts] if "keys" in by else []
+    if "heads" in by:
+        cuts += [Cut("heads", n) for n in counts if shape.kv_heads % n == 0]
+    if not cuts:
+        raise ValueError(
+            f"forward_stages, backward_stages: {parts} groups of heads were asked for (cut={by[0]!r}), but the rank "
+            f"has {shape.kv_heads} key heads; give a number that divides them"
+        )
+    if remote_keys == 0 and "keys" in by:
+        return cuts[0]
     flops = costs.backward_flops if backward else costs.forward_flops
     compute = pairs * shape.pair_flops(backward) / flops
-    remote_share = remote_keys / (own_keys + remote_keys)
+    remote_share = remote_keys / max(1, own_keys + remote_keys)
     bytes_ = 0 if backward and keep_keys else remote_keys * shape.key_bytes()
     if backward:
         bytes_ += remote_keys * shape.key_gradient_bytes()
-    bandwidth = costs.network_bandwidth if crosses_network else costs.node_bandwidth
-    best, least = 1, math.inf
-    for stages in range(1, MAX_STAGES + 1):
-        seconds = pipeline(
-            compute * (1 - remote_share), compute * remote_share, bytes_ / bandwidth, stages, costs, prefetch
-        )[-1].end
+    communication = bytes_ / (costs.network_bandwidth if crosses_network else costs.node_bandwidth)
+    local, remote = compute * (1 - remote_share), compute * remote_share
+    best, least = cuts[0], math.inf
+    for cut in cuts:
+        seconds = pass_seconds(cut, costs, shape, backward, rows, local, remote, communication, prefetch)
         if seconds < least * (1 - 1e-6):
-            best, least = stages, seconds
+            best, least = cut, seconds
     return best

@@ -32,11 +32,13 @@ class RemoteStage:
             rank's own keys followed by what the first one brought.
         keys: int64 ``[K]``, their global indices, ascending: the order of the last hop's output.
         mask: the local rows over these keys.
+        own: int64, where the rank's own keys stand among ``keys``; None: these are the keys of others alone.
     """
 
     hops: tuple[GroupPlan, ...]
     keys: Tensor
     mask: RowIntervals
+    own: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class ExchangePlan:
     Attributes:
         rank: this rank.
         rows, keys: int64, global indices of the query rows and keys that the rank holds, ascending.
-        mask: the local rows over the rank's own keys.
+        mask: the local rows over the rank's own keys; None where these are ``joined`` to the others.
         stages: the remote keys; every rank has the same number of stages.
         queries: rows that travel to the ranks that hold their keys, where any do.
     """
@@ -54,15 +56,21 @@ class ExchangePlan:
     rank: int
     rows: Tensor
     keys: Tensor
-    mask: RowIntervals
+    mask: RowIntervals | None
     stages: tuple[RemoteStage, ...]
     queries: QueryExchange | None = None
 
     @property
+    def joined(self) -> RemoteStage | None:
+        """The only stage, if it holds the rank's own keys as well."""
+        return self.stages[0] if self.stages and self.stages[0].own is not None else None
+
+    @property
     def nbytes(self) -> int:
-        total = self.rows.nbytes + self.keys.nbytes + self.mask.nbytes
+        total = self.rows.nbytes + self.keys.nbytes + (0 if self.mask is None else self.mask.nbytes)
         for stage in self.stages:
             total += stage.keys.nbytes + stage.mask.nbytes + sum(hop.nbytes for hop in stage.hops)
+            total += 0 if stage.own is None else stage.own.nbytes
         return total
 
 
@@ -75,6 +83,7 @@ def build_exchange_plan(
     stages: int = 1,
     ranks_per_node: int = 1,
     moved: Tensor | None = None,
+    joined: bool = False,
 ) -> ExchangePlan:
     """The part of ``rank``.
 
@@ -85,11 +94,15 @@ def build_exchange_plan(
         stages: how many parts the remote keys arrive in.
         ranks_per_node: above 1 (and below the number of ranks): two levels.
         moved: bool ``[P, P]``, pairs (rank of the rows, rank of the keys) for which queries travel instead of keys.
+        joined: one stage, which holds the rank's own keys as well; queries do not travel.
 
     Raises:
-        ValueError: lengths or rank counts that do not agree, a stage count below 1, ranks that do not fill the nodes.
+        ValueError: lengths or rank counts that do not agree, a stage count below 1, ranks that do not fill the nodes,
+            ``joined`` with several stages or travelling queries.
     """
     _check(mask, q_dispatch, kv_dispatch, needed, stages, ranks_per_node)
+    if joined and (stages != 1 or moved is not None):
+        raise ValueError(f"joined: allowed with one stage and without moved queries only, not with {stages} stages")
     held = held_pieces(kv_dispatch)
     queries = None
     if moved is not None and moved.any():
@@ -101,12 +114,18 @@ def build_exchange_plan(
         hops = _two_level_hops(needed, held, len(keys), rank, stages, ranks_per_node)
     else:
         hops = _flat_hops(needed, held, len(keys), rank, stages)
-    remote = []
-    for stage_hops, stage_keys in hops:
-        stage_mask = local_rows.take_keys(stage_keys.to(mask.starts.device))
-        remote.append(RemoteStage(stage_hops, stage_keys, stage_mask))
-    own_mask = local_rows.take_keys(keys.to(mask.starts.device))
-    return ExchangePlan(rank, rows, keys, own_mask, tuple(remote), queries)
+
+    def over(some: Tensor) -> RowIntervals:
+        return local_rows.take_keys(some.to(mask.starts.device))
+
+    if joined:
+        (*first, last), remote_keys = hops[0]
+        every, order = torch.sort(torch.cat((keys, remote_keys)))
+        own, arriving = torch.argsort(order).split((len(keys), len(remote_keys)))
+        stage = RemoteStage((*first, last.among(arriving, len(every))), every, over(every), own)
+        return ExchangePlan(rank, rows, keys, None, (stage,))
+    remote = [RemoteStage(stage_hops, stage_keys, over(stage_keys)) for stage_hops, stage_keys in hops]
+    return ExchangePlan(rank, rows, keys, over(keys), tuple(remote), queries)
 
 
 def _check(

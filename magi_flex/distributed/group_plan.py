@@ -5,6 +5,7 @@ Shape legend: P ranks, S sent rows, T received rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,8 @@ class GroupPlan:
             expects.
         send_counts: int64 ``[P]`` (CPU), rows for each destination.
         recv_counts: int64 ``[P]`` (CPU), rows from each source.
-        recv_index: int64 ``[T]``, output row of each received row; every output row occurs exactly once.
+        recv_index: int64 ``[T]``, output row of each received row; none occurs twice.  Output rows that do not occur
+            are left as they are, or 0 where the cast makes its output (see :meth:`among`).
         native: for kernels that write into other GPUs' memory; None: rows travel by all-to-all.
     """
 
@@ -64,10 +66,10 @@ class GroupPlan:
             raise ValueError(
                 f"send_index: has {len(self.send_index)} rows, send_counts add up to {self.send_counts.sum()}"
             )
-        if not len(self.recv_index) == int(self.recv_counts.sum()) == self.out_rows:
+        if not len(self.recv_index) == int(self.recv_counts.sum()) <= self.out_rows:
             raise ValueError(
                 f"recv_index: has {len(self.recv_index)} rows, recv_counts add up to {int(self.recv_counts.sum())} and "
-                f"out_rows is {self.out_rows}; the three must be equal"
+                f"out_rows is {self.out_rows}; the first two must be equal, and out_rows at least as large"
             )
 
     @staticmethod
@@ -125,9 +127,22 @@ class GroupPlan:
             counts.append(torch.zeros(ranks, dtype=torch.int64).index_add_(0, table[:, 0], table[:, 2] - table[:, 1]))
         return GroupPlan(in_rows, out_rows, indices[0], counts[0], counts[1], indices[1])
 
+    def among(self, positions: Tensor, out_rows: int) -> GroupPlan:
+        """The same rows put among others: output row i becomes row ``positions[i]`` (int64) of ``out_rows``."""
+        return replace(self, out_rows=out_rows, recv_index=positions[self.recv_index])
+
     def to(self, device: torch.device | str) -> GroupPlan:
         """The same plan with its index tensors on ``device``."""
         return replace(self, send_index=self.send_index.to(device), recv_index=self.recv_index.to(device))
+
+    @functools.cached_property
+    def send_splits(self) -> list[int]:
+        """``send_counts``, read once."""
+        return self.send_counts.tolist()
+
+    @functools.cached_property
+    def recv_splits(self) -> list[int]:
+        return self.recv_counts.tolist()
 
     @property
     def nbytes(self) -> int:

@@ -111,14 +111,16 @@ def check_rows(tensors: Sequence[Tensor], rows: int, ranks: int, group: dist.Pro
 def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessGroup) -> Exchange:
     if plan.native is not None and native_exchange.serves(tensors):
         most = int(plan.native.most_rows[0])
-        return NativeExchange(tensors, plan.send_index, plan.native.cast_routes, plan.out_rows, most, group)
-    return RowExchange(tensors, plan.send_index, plan.send_counts, plan.recv_counts, group)
+        arriving = len(plan.recv_index)
+        return NativeExchange(tensors, plan.send_index, plan.native.cast_routes, arriving, most, group)
+    return RowExchange(tensors, plan.send_index, plan.send_splits, plan.recv_splits, group)
 
 
-def _finish_cast(received: Sequence[Tensor], plan: GroupPlan) -> list[Tensor]:
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, plan.recv_index, x) for x in received
-    ]
+def _finish_cast(received: Sequence[Tensor], plan: GroupPlan, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+    if into is None:
+        everywhere = plan.out_rows == len(plan.recv_index)
+        into = [(x.new_empty if everywhere else x.new_zeros)(plan.out_rows, *x.shape[1:]) for x in received]
+    return [out.index_copy_(0, plan.recv_index, x) for out, x in zip(into, received, strict=True)]
 
 
 def start_group_cast(
@@ -126,18 +128,23 @@ def start_group_cast(
     plan: Plans,
     group: dist.ProcessGroup | None = None,
     on_done: Callable[[], None] | None = None,
+    into: Sequence[Tensor] | None = None,
 ) -> GroupWork:
-    """``group_cast`` that returns at once; not differentiable."""
+    """``group_cast`` that returns at once; not differentiable.
+
+    ``into``: tensors ``[out_rows, ...]`` that what arrives is written to, and that are the result.
+    """
     group, hops = group_of(group), hops_of(plan)
     check_rows(tensors, hops[0].in_rows, len(hops[0].send_counts), group, "input")
     own = list(tensors)
 
     def step(index: int) -> Step:
         hop = hops[index]
+        target = into if index == len(hops) - 1 else None
 
         def start(data: list[Tensor]) -> tuple[Exchange, Finish]:
             rows = data if index == 0 else [torch.cat(pair) for pair in zip(own, data, strict=True)]
-            return _start_cast(rows, hop, group), lambda received: _finish_cast(received, hop)
+            return _start_cast(rows, hop, group), lambda received: _finish_cast(received, hop, target)
 
         return start
 
@@ -156,7 +163,7 @@ def _start_reduce(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.Proces
     if plan.native is not None and native_exchange.serves(tensors):
         rows, most = len(plan.send_index), int(plan.native.most_rows[1])
         return NativeExchange(tensors, plan.recv_index, plan.native.reduce_routes, rows, most, group)
-    return RowExchange(tensors, plan.recv_index, plan.recv_counts, plan.send_counts, group)
+    return RowExchange(tensors, plan.recv_index, plan.recv_splits, plan.send_splits, group)
 
 
 def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPlan, op: Reduction) -> list[Tensor]:
@@ -164,8 +171,8 @@ def _join(accumulators: list[Tensor], received: Sequence[Tensor], plan: GroupPla
     if plan.native is not None and native_exchange.can_join([*accumulators, *received]):
         native_exchange.join_rows(accumulators, received, plan.native, op)
         return accumulators
-    indices = plan.send_index.split(plan.send_counts.tolist())
-    parts = [x.split(plan.send_counts.tolist()) for x in received]
+    indices = plan.send_index.split(plan.send_splits)
+    parts = [x.split(plan.send_splits) for x in received]
     for source, index in enumerate(indices):
         if len(index) == 0:
             continue
@@ -238,6 +245,8 @@ def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: 
     for i, x in enumerate(tensors):
         if not x.dtype.is_floating_point:
             raise ValueError(f"tensors[{i}]: has dtype {x.dtype}; reductions take floating point tensors")
+    if op == "lse" and hops[-1].out_rows > len(hops[-1].recv_index):
+        raise ValueError('op: "lse" takes plans whose output rows all arrive; this one has others among them')
     if op == "lse" and (len(tensors) not in (2, 3) or any(tensors[0].shape[:-1] != x.shape for x in tensors[1:])):
         shapes = [tuple(x.shape) for x in tensors]
         raise ValueError(f'tensors: have shapes {shapes}; op "lse" takes out [rows, ..., E] and lse [rows, ...]')

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from magi_flex.distributed.cost_model import MAX_STAGES, Costs, Shape, pipeline
+from magi_flex.distributed.cost_model import MAX_STAGES, PREFETCH, Costs, Cut, Shape, pass_seconds, pipeline
 from magi_flex.distributed.dispatch import (
     Dispatch,
     chunk_areas,
@@ -72,6 +72,7 @@ class Pass:
         node_bytes, network_bytes: most bytes that a rank receives inside its node and from other nodes.
         total_network_bytes: over all ranks.
         stages: exchanges that compute hides.
+        cut: of ours: "keys", where each brings some of the keys, or "heads", where each brings those of some heads.
         exposed: seconds in which the slowest rank computes nothing.
         why_not: why the scheme cannot run.
     """
@@ -85,6 +86,7 @@ class Pass:
     network_bytes: float = 0.0
     total_network_bytes: float = 0.0
     stages: int = 1
+    cut: str | None = None
     exposed: float = 0.0
     why_not: str | None = None
     timeline: list[Span] = field(default_factory=list, repr=False)
@@ -164,15 +166,15 @@ class Simulation:
 
     def ours(self, backward: bool) -> Pass:
         dispatch = solve_dispatch([self.mask], self.counts)
-        return self._exchange(dispatch, backward, two_level=self.cluster.nodes > 1)
+        return self._exchange(dispatch, backward, two_level=self.cluster.nodes > 1, by_heads=True)
 
     def min_heap_flat(self, backward: bool) -> Pass:
         """Area-only dispatch in chunks of 512 and a flat exchange, as MagiAttention is set up."""
         chunk = max(1, min(512, self.mask.q_len // self.cluster.ranks // 4))
         dispatch = dispatch_min_heap(chunk_areas(self.mask, chunk), chunk, self.mask.q_len, self.counts)
-        return self._exchange(dispatch, backward, two_level=False)
+        return self._exchange(dispatch, backward, two_level=False, by_heads=False)
 
-    def _exchange(self, dispatch: Dispatch, backward: bool, two_level: bool) -> Pass:
+    def _exchange(self, dispatch: Dispatch, backward: bool, two_level: bool, by_heads: bool) -> Pass:
         cluster, shape = self.cluster, self.shape
         needed = needed_ranges(self.mask, dispatch)
         rows = self._moved_rows(dispatch, needed, two_level)
@@ -186,32 +188,33 @@ class Simulation:
         total_P = load_P / share / rate
         local_P = torch.minimum(local_P / local_share / rate, total_P)
         costs = cluster.costs
-        best = (float("inf"), 1, 0)
-        for stages in range(1, MAX_STAGES + 1 if float(rows.total) else 2):
+        cuts = [Cut("keys", 1)]
+        if float(rows.total):
+            cuts = [Cut("keys", n) for n in range(1, MAX_STAGES + 1)]
+            cuts += [Cut("heads", n) for n in range(1, MAX_STAGES + 1) if by_heads and shape.kv_heads % n == 0]
+        best = (float("inf"), 0, cuts[0])
+        for cut in cuts:
             seconds_P = [
-                pipeline(local, total - local, communication, stages, costs)[-1].end
-                for local, total in zip(local_P.tolist(), total_P.tolist(), strict=True)
+                pass_seconds(cut, costs, shape, backward, own_rows, local, total - local, communication)
+                for own_rows, local, total in zip(self.counts, local_P.tolist(), total_P.tolist(), strict=True)
             ]
             slowest = max(range(len(seconds_P)), key=seconds_P.__getitem__)
-            best = min(best, (seconds_P[slowest], stages, slowest))
-        seconds, stages, slowest = best
+            best = min(best, (seconds_P[slowest], slowest, cut))
+        seconds, slowest, cut = best
+        local, remote = float(local_P[slowest]), float(total_P[slowest] - local_P[slowest])
+        if cut.by == "heads":
+            local, remote = 0.0, local + remote
         return self._finish(
             seconds,
-            float(total_P[slowest]) + (stages + 1) * costs.launch,
+            float(total_P[slowest]) + (cut.parts + 1) * costs.launch,
             backward,
             imbalance=float(load_P.amax() / load_P.mean()) if self.area else 1.0,
             node_bytes=float(node_bytes.amax()),
             network_bytes=float(network_bytes.amax()),
             total_network_bytes=float(network_bytes.sum()),
-            stages=stages,
-            timeline=_timeline(
-                float(local_P[slowest]),
-                float(total_P[slowest] - local_P[slowest]),
-                communication,
-                stages,
-                costs,
-                backward,
-            ),
+            stages=cut.parts,
+            cut=cut.by,
+            timeline=_timeline(local, remote, communication, cut, costs, backward),
         )
 
     def _local_areas(self, dispatch: Dispatch) -> Tensor:
@@ -399,19 +402,18 @@ class _MovedRows:
         return float(self.node.sum() + self.network.sum())
 
 
-def _timeline(
-    local: float, remote: float, communication: float, stages: int, costs: Costs, backward: bool
-) -> list[Span]:
+def _timeline(local: float, remote: float, communication: float, cut: Cut, costs: Costs, backward: bool) -> list[Span]:
     """The slowest rank's spans, in microseconds."""
     if communication == 0:
         return [Span("local", COMPUTE, 0.0, (local + remote) * 1e6)]
-    spans = [Span("local", COMPUTE, 0.0, (local + costs.launch) * 1e6)]
+    prefetch, part = (cut.parts, "heads") if cut.by == "heads" else (PREFETCH, "stage")
+    spans = [] if cut.by == "heads" else [Span("local", COMPUTE, 0.0, (local + costs.launch) * 1e6)]
     returned = 0.0
-    for i, stage in enumerate(pipeline(local, remote, communication, stages, costs)):
-        spans.append(Span(f"keys of stage {i}", NETWORK, stage.sent * 1e6, stage.arrived * 1e6))
-        spans.append(Span(f"stage {i}", COMPUTE, stage.begin * 1e6, stage.end * 1e6))
+    for i, stage in enumerate(pipeline(local, remote, communication, cut.parts, costs, prefetch)):
+        spans.append(Span(f"keys of {part} {i}", NETWORK, stage.sent * 1e6, stage.arrived * 1e6))
+        spans.append(Span(f"{part} {i}", COMPUTE, stage.begin * 1e6, stage.end * 1e6))
         if backward:
             sent = max(stage.end, returned)
             returned = sent + (stage.arrived - stage.sent) / 2
-            spans.append(Span(f"gradients of stage {i}", REDUCTION, sent * 1e6, returned * 1e6))
+            spans.append(Span(f"gradients of {part} {i}", REDUCTION, sent * 1e6, returned * 1e6))
     return spans

@@ -44,21 +44,19 @@ class RowExchange:
         self,
         tensors: Sequence[Tensor],
         index: Tensor,
-        send_counts: Tensor,
-        recv_counts: Tensor,
+        send_splits: list[int],
+        recv_splits: list[int],
         group: dist.ProcessGroup,
     ):
-        """Starts to send rows ``index`` (int64 ``[S]``, in order of destination) of every tensor; counts: int64 ``[P]``
-        on the CPU."""
+        """Starts to send rows ``index`` (int64 ``[S]``, in order of destination) of every tensor; splits: rows to and
+        from each rank."""
         self.formats, row_bytes = row_formats(tensors)
         packed = torch.empty(len(index), row_bytes, dtype=torch.uint8, device=tensors[0].device)
         for x, form in zip(tensors, self.formats, strict=True):
             torch.index_select(x, 0, index, out=self._column(packed, form))
-        self.received = packed.new_empty(int(recv_counts.sum()), row_bytes)
+        self.received = packed.new_empty(sum(recv_splits), row_bytes)
         self.packed = packed  # kept alive until it has been sent
-        self.work = dist.all_to_all_single(
-            self.received, packed, recv_counts.tolist(), send_counts.tolist(), group=group, async_op=True
-        )
+        self.work = dist.all_to_all_single(self.received, packed, recv_splits, send_splits, group=group, async_op=True)
 
     @staticmethod
     def _column(packed: Tensor, form: RowFormat) -> Tensor:

@@ -18,14 +18,15 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready
-from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, launch_backward
+from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, TwoKernels, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
-from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
+from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
-from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
+from magi_flex.kernels.ffa_score import GeneratedCode
+from magi_flex.kernels.ffa_score_choice import scale_and_score
 from magi_flex.kernels.ffa_split import key_parts, launch_combine, split_plan
 from magi_flex.kernels.layout import empty_like_filled
 from magi_flex.kernels.plan_cache import derived
@@ -38,9 +39,9 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
-from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
 
 
 class Tiles(NamedTuple):
@@ -80,13 +81,15 @@ _BACKWARD = {
 }
 # Query rows of a step without a score mod, which leaves registers for longer ones.
 _LONG_STEPS = {(64, 64): 128, (128, 128): 80}
-# Of the gradient_q kernel: (keys of a tile, buffers of K, buffers of V).
+# Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
+_FEW_KEYS = {(64, 64): 832, (128, 128): 832}
+# Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
-    (64, 64): (128, 3, 2),
-    (128, 128): (96, 3, 2),
-    (192, 128): (64, 3, 3),
-    (192, 192): (64, 2, 2),
-    (256, 256): (64, 2, 1),
+    (64, 64): (128, 2, 3, 2),
+    (128, 128): (64, 2, 3, 3),
+    (192, 128): (64, 1, 3, 3),
+    (192, 192): (64, 1, 2, 2),
+    (256, 256): (64, 1, 2, 1),
 }
 # Three warpgroups are at least this much faster where there are rows enough for all multiprocessors.
 _GAIN_OF_THREE = 1.14
@@ -143,6 +146,13 @@ class FfaBackend(Backend):
         self._forward(request, result, accumulate=False)
         return result
 
+    def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
+        in_kernel = is_tma_ready(result.out) and result.lse.is_contiguous() and result.max_score.is_contiguous()
+        if in_kernel and result.out.numel() and request.k.shape[2]:
+            self._forward(request, result, accumulate=False)
+        else:
+            super().forward_into(request, result)
+
     def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
         parts = (earlier.lse, earlier.max_score)
         in_kernel = is_tma_ready(earlier.out) and all(x.is_contiguous() for x in parts)
@@ -155,7 +165,9 @@ class FfaBackend(Backend):
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        scale, score = _scale_and_score(request, backward=False)
+        # Neighbouring threads have several heads of a row, where heads are packed; backward, several rows of a head.
+        packed = packed_heads(heads // k.shape[1], request.plan.starts.shape[1]) > 1
+        scale, score = scale_and_score(request, backward=False, heads_last=packed)
         if score is None:
             q, scale = positive_scale(q, scale)
         instance = forward_instance(
@@ -223,36 +235,54 @@ class FfaBackend(Backend):
         d_out: Tensor,
         d_lse: Tensor | None,
     ) -> AttentionGradients:
+        dtype = torch.float32 if request.wide_results else request.q.dtype
+        dq = empty_like_filled(request.q, request.q.shape, dtype)
+        return self._backward(request, out, lse, d_out, d_lse, dq)
+
+    def backward_into(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
+        if not is_tma_ready(dq):
+            return super().backward_into(request, out, lse, d_out, d_lse, dq)
+        return self._backward(request, out, lse, d_out, d_lse, dq)
+
+    def _backward(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
-        dtype = torch.float32 if request.wide_results else q.dtype
-        dq, dk, dv = (empty_like_filled(x, x.shape, dtype) for x in (q, k, v))
+        dk, dv = (empty_like_filled(x, x.shape, torch.float32 if request.wide_results else x.dtype) for x in (k, v))
         gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = _scale_and_score(request, backward=True)
-        deterministic = request.deterministic or torch.are_deterministic_algorithms_enabled()
-        instance = backward_instance(
+        scale, score = scale_and_score(request, backward=True, heads_last=False)
+        fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
+        instance_of = functools.partial(
+            backward_instance,
             q.dtype,
             q.shape[3],
             v.shape[3],
             request.wide_results,
+            dq.dtype == torch.float32,
             out.dtype == torch.float32,
-            deterministic,
-            score.kinds if score else (),
-            score.generated if score else None,
-            request.plan.bit_tiles is not None,
+            score_steps=score.kinds if score else (),
+            generated=score.generated if score else None,
+            bit_tiles=request.plan.bit_tiles is not None,
+            pack=packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]),
         )
+        two_kernels = None
         with torch.cuda.device(q.device):
-            gradient_q = None
-            if not instance.sum_dq:
-                of_q = gradient_q_instance(
-                    instance, q.shape[1] // k.shape[1], request.plan.starts.shape[1], has_room(request.plan)
-                )
-                gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
-            schedule = backward_schedule(request, instance, split=not deterministic)
-            instance = replace(instance, counted=schedule.count is not None)
+            instance = instance_of(deterministic=fixed_order)
+            few: bool | Tensor = False
+            if instance.sum_dq and score is None and request.plan.bit_tiles is None:
+                few = has_few_keys(request.plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
+            if few is True:
+                fixed_order = True
+                instance = instance_of(deterministic=True)
+            elif isinstance(few, Tensor):
+                two_kernels = TwoKernels(*self._kernels(request, instance_of(deterministic=True), True), few)
+            instance, schedule, gradient_q = self._kernels(request, instance, fixed_order)
             launch_backward(
                 instance,
                 tma_ready(q),
@@ -272,16 +302,20 @@ class FfaBackend(Backend):
                 gradient_q,
                 request.sm_margin,
                 contiguous_bit_tiles(request.plan),
+                two_kernels,
             )
         return gradients
 
-
-def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
-    """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
-    if request.score.steps is None:
-        return request.scale, generated_score(request.score, request.q.device, backward)
-    scale, steps = leading_factors(request.scale, request.score.steps)
-    return scale, kernel_score(steps) if steps else None
+    def _kernels(
+        self, request: AttentionRequest, instance: BackwardInstance, fixed_order: bool
+    ) -> tuple[BackwardInstance, BackwardSchedule, GradientQ | None]:
+        """What :func:`launch_backward` takes for ``instance``."""
+        gradient_q = None
+        if not instance.sum_dq:
+            of_q = gradient_q_instance(instance, has_room(request.plan))
+            gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
+        schedule = backward_schedule(request, instance, split=not fixed_order)
+        return replace(instance, counted=schedule.count is not None), schedule, gradient_q
 
 
 @functools.cache
@@ -353,18 +387,21 @@ def backward_instance(
     head_dim: int,
     v_dim: int,
     wide: bool = False,
+    wide_dq: bool = False,
     wide_out: bool = False,
     deterministic: bool = False,
     score_steps: tuple[str, ...] = (),
     generated: GeneratedCode | None = None,
     bit_tiles: bool = False,
+    pack: int = 1,
 ) -> BackwardInstance:
     """The variant for these head dims.
 
     Args:
-        wide: dq, dk and dv in float32.
+        wide, wide_dq: dk and dv, and dq, in float32.
         wide_out: the output that is given is float32.
         deterministic: sums in a fixed order.
+        pack: query heads that may share a step (:func:`packed_heads`).
     """
     pair = next((pair for pair in _BACKWARD if head_dim <= pair[0] and v_dim <= pair[1]), None)
     assert pair is not None, "objections() turns other head dims away"
@@ -372,17 +409,17 @@ def backward_instance(
     sum_dq = sum_dq and not deterministic
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
-    return BackwardInstance(dtype, *pair, rows, keys, sum_dq, wide, wide_out, score_steps, generated, bit_tiles)
+    pack = 1 if sum_dq else pack
+    return BackwardInstance(
+        *(dtype, *pair, rows, keys, sum_dq, wide, wide_dq, wide_out, pack, score_steps, generated, bit_tiles)
+    )
 
 
-def gradient_q_instance(
-    instance: BackwardInstance, group: int, mask_heads: int, counted: bool = False
-) -> GradientQInstance:
+def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
-    pack = packed_heads(group, mask_heads)
-    rest = (instance.wide, instance.score_steps, instance.generated, instance.bit_tiles, counted)
-    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], pack, *rest)
+    rest = (instance.wide_dq, instance.score_steps, instance.generated, instance.bit_tiles, counted)
+    return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], instance.pack, *rest)
 
 
 def packed_heads(group: int, mask_heads: int) -> int:
@@ -404,12 +441,29 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
     """Key tiles of the request's plan, kept as long as the plan's tensors are."""
     batch, heads = request.q.shape[:2]
     sizes = (instance.rows, instance.keys, batch, heads, request.k.shape[1])
+    pack = instance.pack
     processors = multiprocessors(request.q.device.index)
 
     def build() -> BackwardSchedule:
-        return plan_backward(request.plan, *sizes, processors, split)
+        return plan_backward(request.plan, *sizes, processors, split, pack)
 
-    return derived(request.plan, ("ffa backward", *sizes, split), build)
+    return derived(request.plan, ("ffa backward", *sizes, split, pack), build)
+
+
+def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:
+    """Whether a row of ``plan`` (without bit tiles) attends to fewer than ``limit`` keys on average.
+
+    An int32 ``[1]`` on the plan's device where the host would have to wait for it: plans that are built there.
+    """
+
+    def build() -> bool | Tensor:
+        if isinstance(plan.structure, Band):
+            return plan.structure.area(plan.q_len, plan.kv_len) < limit * plan.q_len
+        keys = (plan.ends - plan.starts).clamp_(min=0).sum(dtype=torch.int64)
+        few = keys < limit * plan.starts[:, :, 0].numel()
+        return few.int().view(1) if has_room(plan) else bool(few)
+
+    return derived(plan, ("ffa few keys", limit), build)
 
 
 def contiguous_intervals(plan: MaskPlan) -> RowIntervals:

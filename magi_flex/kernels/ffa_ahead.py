@@ -21,7 +21,7 @@ import torch
 
 from magi_flex.kernels import device_plans
 from magi_flex.kernels.cuda_build import cache_directory, find_compiler
-from magi_flex.kernels.ffa import HEAD_DIMS, backward_instance, forward_instance, gradient_q_instance
+from magi_flex.kernels.ffa import HEAD_DIMS, backward_instance, forward_instance, gradient_q_instance, packed_heads
 from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_forward import ForwardInstance
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
@@ -40,17 +40,21 @@ def forward_instances(groups: Sequence[int]) -> list[ForwardInstance]:
     )
 
 
-def backward_instances() -> list[BackwardInstance]:
-    """Every head dim, bfloat16 and float16; they serve every group and mask."""
-    options = itertools.product((torch.bfloat16, torch.float16), HEAD_DIMS)
+def backward_instances(groups: Sequence[int]) -> list[BackwardInstance]:
+    """Every head dim, bfloat16 and float16, for query heads that come in these groups, with a mask for all heads."""
+    options = itertools.product((torch.bfloat16, torch.float16), HEAD_DIMS, groups)
     counted = device_plans.missing() is None
-    return list(dict.fromkeys(replace(backward_instance(dtype, *dims), counted=counted) for dtype, dims in options))
+    return list(
+        dict.fromkeys(
+            replace(backward_instance(dtype, *dims, pack=packed_heads(group, 1)), counted=counted)
+            for dtype, dims, group in options
+        )
+    )
 
 
 def gradient_q_instances(groups: Sequence[int]) -> list[GradientQInstance]:
-    """What the backward instances that do not sum dq need beside them, for a mask for all heads."""
-    wanted = [(instance, group) for instance in backward_instances() if not instance.sum_dq for group in groups]
-    return list(dict.fromkeys(gradient_q_instance(instance, group, 1, instance.counted) for instance, group in wanted))
+    """What the backward instances that do not sum dq need beside them."""
+    return [gradient_q_instance(x, x.counted) for x in backward_instances(groups) if not x.sum_dq]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     groups = [int(group) for group in options.groups.split(",")]
     instances: list[ForwardInstance | BackwardInstance | GradientQInstance] = [
         *forward_instances(groups),
-        *backward_instances(),
+        *backward_instances(groups),
         *gradient_q_instances(groups),
     ]
     start = time.perf_counter()

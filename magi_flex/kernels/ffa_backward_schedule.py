@@ -48,7 +48,15 @@ class BackwardSchedule:
 
 
 def plan_backward(
-    plan: MaskPlan, rows: int, keys: int, batch: int, heads: int, kv_heads: int, processors: int, split: bool = True
+    plan: MaskPlan,
+    rows: int,
+    keys: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    processors: int,
+    split: bool = True,
+    pack: int = 1,
 ) -> BackwardSchedule:
     """The schedule of a backward pass with ``rows`` query rows a step and ``keys`` keys a tile.
 
@@ -57,26 +65,29 @@ def plan_backward(
         batch, heads, kv_heads: of q and k.
         processors: multiprocessors that share the work.
         split: an item may walk some of a group's heads only (the parts of dK and dV are then summed in no fixed order).
+        pack: query heads of a step, all with one mask.
     """
-    group = heads // kv_heads
+    group, positions = heads // kv_heads, rows // pack
     mask_batch, mask_heads = plan.starts.shape[:2]
     # Heads that share a key/value head also share its key tiles, which only the fixed grid promises between masks.
     ragged = mask_heads == 1 or group == 1
-    tiles = kernel_tile_plan(plan, rows, keys, transposed=True, ragged=ragged, run_align=ROW_GROUP)
-    copies = (heads if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-    walked = group
+    align = ROW_GROUP // pack
+    tiles = kernel_tile_plan(plan, positions, keys, transposed=True, ragged=ragged, run_align=align)
+    # From here on what counts is packs of heads.
+    packs = group // pack
+    copies = (heads // pack if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
+    walked = packs
     on_device = objection(plan.device, plan.bit_tiles is not None) is None
     if split and not on_device:
-        walked = choose_heads(tile_steps(tiles), copies, group, processors)
+        walked = choose_heads(tile_steps(tiles, align), copies, packs, processors)
     elif split and (mask_batch == 1 or mask_heads > 1):
         # (Else shared sums of a batch entry's tiles are found by their number, which must not be a capacity.)
         if isinstance(plan.structure, Band):
-            walked = choose_heads(
-                band_steps(plan.structure, plan.q_len, plan.kv_len, rows, keys), copies, group, processors
-            )
+            steps = band_steps(plan.structure, plan.q_len, plan.kv_len, positions, keys, align)
+            walked = choose_heads(steps, copies, packs, processors)
         else:
-            walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, group, processors)
-    schedule = make_backward_schedule(tiles, mask_heads, walked)
+            walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, packs, processors)
+    schedule = make_backward_schedule(tiles, mask_heads, walked * pack, pack)
     return replace(schedule, count=tiles.head_ptr[-1:]) if on_device and ragged else schedule
 
 
@@ -117,28 +128,28 @@ def heads_unseen(tiles: int, copies: int, group: int, processors: int) -> int:
     return next((h for h in range(group, 0, -1) if group % h == 0 and tiles * copies >= 3.75 * h * processors), 1)
 
 
-def band_steps(band: Band, q_len: int, kv_len: int, rows: int, keys: int) -> Tensor:
+def band_steps(band: Band, q_len: int, kv_len: int, rows: int, keys: int, align: int = ROW_GROUP) -> Tensor:
     """:func:`tile_steps` of tiles on the fixed grid, for a mask that is known without looking at its intervals."""
     begin = torch.arange(0, kv_len, keys)
     end = (begin + keys).clamp(max=kv_len)
     to_row = q_len - kv_len  # of the key that is a row's own
     first = torch.zeros_like(begin) if band.right is None else begin + to_row - band.right
     last = torch.full_like(end, q_len) if band.left is None else end + to_row + band.left
-    first = first.clamp(min=0) // ROW_GROUP * ROW_GROUP
+    first = first.clamp(min=0) // align * align
     return ((last.clamp(max=q_len) - first).clamp(min=0) + rows - 1) // rows
 
 
-def tile_steps(plan: TilePlan) -> Tensor:
-    """Steps of ``plan.q_tile`` rows of each key tile, int64 ``[N]``: a run's first step begins at a row group."""
+def tile_steps(plan: TilePlan, align: int = ROW_GROUP) -> Tensor:
+    """Steps of ``plan.q_tile`` rows of each key tile, int64 ``[N]``: they begin at multiples of ``align``."""
     total = torch.zeros_like(plan.tile_begin, dtype=torch.int64)
     for runs, ptr in ((plan.full_runs, plan.full_ptr), (plan.partial_runs, plan.partial_ptr)):
-        first = runs[:, 0].long() // ROW_GROUP * ROW_GROUP
+        first = runs[:, 0].long() // align * align
         steps = (runs[:, 1] - first + plan.q_tile - 1) // plan.q_tile
         total += torch.nn.functional.pad(steps.cumsum(0), (1, 0))[ptr.long()].diff()
     return total
 
 
-def make_backward_schedule(plan: TilePlan, mask_heads: int, heads: int) -> BackwardSchedule:
+def make_backward_schedule(plan: TilePlan, mask_heads: int, heads: int, pack: int = 1) -> BackwardSchedule:
     """Order the key tiles of ``plan`` for items of ``heads`` query heads (all on the plan's device).
 
     Where the mask depends on the query head and several heads share a key/value head, these must have the same key
@@ -146,13 +157,13 @@ def make_backward_schedule(plan: TilePlan, mask_heads: int, heads: int) -> Backw
     """
     if not plan.transposed:
         raise ValueError("plan: has row tiles of queries; the backward needs the transposed plan (key tiles)")
-    steps = tile_steps(plan)
+    steps = tile_steps(plan, ROW_GROUP // pack)
     counts = plan.head_ptr.diff().long()
     masks = torch.arange(len(counts), device=counts.device)
     if mask_heads == 1 or heads == 1:
         mask = owning_mask(plan)
         tile = torch.arange(len(mask), device=mask.device) - plan.head_ptr[mask]
-        steps = steps * heads
+        steps = steps * (heads // pack)
     else:
         tiles = plan.tile_begin.shape[0] // len(counts)
         steps = steps.view(-1, heads, tiles).sum(1).flatten()

@@ -21,7 +21,7 @@ from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, score_defines, score_format, score_text
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
-_PARAMS = "<11Q3q3f13i"
+_PARAMS = "<12Q3q3f13i"
 _MAPS, _ROWS, _THREADS = 4, 128, 384
 # As for the forward kernel: keys and values of the heads that are worked on together.
 _L2_BYTES = 32 << 20
@@ -34,7 +34,7 @@ class GradientQInstance:
     Attributes:
         head_dim, v_dim: compiled sizes (the tensors' may be smaller: reads beyond them give zeros).
         kv_tile: keys of a key tile.
-        k_stages, v_stages: buffers of K and of V.
+        row_stages, k_stages, v_stages: buffers of Q and dO, of K, of V.
         pack: query heads in a row tile.
         wide: float32 result.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
@@ -47,6 +47,7 @@ class GradientQInstance:
     head_dim: int
     v_dim: int
     kv_tile: int
+    row_stages: int
     k_stages: int
     v_stages: int
     pack: int
@@ -70,6 +71,7 @@ class GradientQInstance:
             "FFA_V_DIM": self.v_dim,
             "FFA_KV_TILE": self.kv_tile,
             "FFA_NARROW_TILE": self.narrow_tile,
+            "FFA_ROW_STAGES": self.row_stages,
             "FFA_K_STAGES": self.k_stages,
             "FFA_V_STAGES": self.v_stages,
             "FFA_PACK": self.pack,
@@ -121,6 +123,8 @@ def launch_gradient_q(
     row_shift: int,
     row_delta: int,
     padded_rows: int,
+    work_counter: int,
+    split: int,
     intervals: RowIntervals,
     schedule: Schedule,
     scales: tuple[float, float, float],
@@ -133,7 +137,9 @@ def launch_gradient_q(
 
     Args:
         row_shift, row_delta: addresses of the statistics that the backward's ``prepare`` made, float32
-            ``[B * H, padded_rows]``.
+            ``[B * H / pack, padded_rows, pack]``.
+        work_counter: address of an int32 that is 0 when the kernel begins.
+        split: address of an int32: if it is 0 then, nothing is done; or null.
         schedule: made for the instance's tile sizes.
         scales: from dS K to dq; from scores (behind the score steps) to powers of two; from q k^T to what the first
             score step sees.
@@ -153,11 +159,6 @@ def launch_gradient_q(
     items = schedule.row_tiles * replicas
     grid = min(items, max(1, launcher.multiprocessors - sm_margin))
     stream = torch._C._cuda_getCurrentRawStream(q_BHQD.device.index)
-    next_item = 0
-    if items > grid:
-        counter = torch.empty(1, dtype=torch.int32, device=q_BHQD.device)
-        cuda_driver.fill_zero(counter, stream)
-        next_item = counter.data_ptr()
     params = launcher.params
     for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)):
         params.move_map(index, x.data_ptr())
@@ -172,7 +173,8 @@ def launch_gradient_q(
         row_shift,
         row_delta,
         dq_BHQD.data_ptr(),
-        next_item,
+        work_counter if items > grid else 0,
+        split,
         *dq_BHQD.stride()[:3],
         *scales,
         q_len,

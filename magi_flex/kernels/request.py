@@ -167,6 +167,12 @@ class Backend:
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError
 
+    def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
+        """:meth:`forward`, written to the given tensors (of any strides)."""
+        given = self.forward(request)
+        for target, x in zip(vars(result).values(), vars(given).values(), strict=True):
+            target.copy_(x)
+
     def accumulate(self, request: AttentionRequest, earlier: AttentionOutput) -> AttentionOutput:
         """Attention over the request's keys and those that ``earlier`` (float32, or float64 for float64 inputs) counts.
 
@@ -187,6 +193,14 @@ class Backend:
     ) -> AttentionGradients:
         """``lse`` as forward gave it (log2 domain); ``d_lse`` is the gradient with respect to it."""
         raise NotImplementedError
+
+    def backward_into(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
+    ) -> AttentionGradients:
+        """:meth:`backward`, its dq written to the given tensor (of any strides and floating point dtype)."""
+        grads = self.backward(request, out, lse, d_out, d_lse)
+        dq.copy_(grads.dq)
+        return replace(grads, dq=dq)
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_context_parallel import attended_keys, intervals, traffic
-from benchmarks.context_parallel_sides import Problem, all_gather, computing_only, ring, staged
+from benchmarks.context_parallel_sides import Problem, all_gather, computing_only, ours, ring
 from magi_flex.distributed.context_parallel import ContextParallel
 from tests.distributed.world import World, mesh
 
 
-def check_sides(group: dist.ProcessGroup, mask: str, length: int) -> None:
+def check_sides(group: dist.ProcessGroup, mask: str, length: int, cut: str) -> None:
     device_mesh = mesh(group.size(), names=("cp",))
     whole = intervals(mask, length, torch.device("cpu"))
-    cp = ContextParallel(device_mesh, whole, forward_stages=2)
+    cp = ContextParallel(device_mesh, whole, cut=cut, forward_stages=2)
     rows = len(cp.rows)
     problem = Problem(device_mesh, whole, cp, *(torch.randn(1, n, rows, 16) for n in (4, 2, 2, 4)))
-    ours = staged(problem)
-    wanted = (ours.forward(), *ours.backward())
+    side = ours(problem)
+    assert side.backward is not None
+    wanted = (side.forward(), *side.backward())
     for side in (all_gather(problem), ring(problem)):
         for actual, expected in zip((side.forward(), *side.backward()), wanted, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -30,9 +31,11 @@ def check_sides(group: dist.ProcessGroup, mask: str, length: int) -> None:
         assert bytes_["MiB received"] == bytes_["MiB lower bound"]
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "varlen_causal", "varlen_block_causal"])
-def test_sides(world: World, mask: str) -> None:
-    world.run(check_sides, 3, mask, 97)
+@pytest.mark.parametrize(
+    "mask,cut", [("full", "heads"), ("causal", "keys"), ("varlen_causal", "heads"), ("varlen_block_causal", "keys")]
+)
+def test_sides(world: World, mask: str, cut: str) -> None:
+    world.run(check_sides, 3, mask, 97, cut)
 
 
 def test_attended_keys() -> None:

@@ -126,6 +126,16 @@ def test_random_masks_and_dispatches(data: st.DataObject) -> None:
     per_node = 1 if nodes == 1 else per_node
     plans = solve_all(mask, *dispatches, data.draw(st.integers(1, 4)), per_node)
     check_plans(dense, plans, *dispatches, per_node)
+    needed = needed_ranges(mask, dispatches[0])
+    for rank in range(ranks):
+        plan = build_exchange_plan(mask, *dispatches, rank, needed, 1, per_node, joined=True)
+        stage = plan.joined
+        remote = torch.cat([x.keys for x in plans[rank].stages])
+        assert torch.equal(stage.keys, torch.cat((plan.keys, remote)).sort()[0])
+        assert torch.equal(stage.keys[stage.own], plan.keys)
+        arriving = torch.ones(len(stage.keys), dtype=torch.bool).index_fill_(0, stage.own, False)
+        assert torch.equal(stage.hops[-1].recv_index.sort()[0], arriving.nonzero()[:, 0])
+        assert torch.equal(stage.mask.to_dense(), dense[:, :, plan.rows][..., stage.keys])
 
 
 def test_stages_carry_equal_loads() -> None:
@@ -204,6 +214,8 @@ def test_faults() -> None:
     needed = needed_ranges(mask, dispatch)
     with pytest.raises(ValueError, match="stages: got 0"):
         build_exchange_plan(mask, dispatch, dispatch, 0, needed, 0)
+    with pytest.raises(ValueError, match="joined: allowed with one stage"):
+        build_exchange_plan(mask, dispatch, dispatch, 0, needed, 2, joined=True)
     with pytest.raises(ValueError, match="must divide the 2 ranks"):
         build_exchange_plan(mask, dispatch, dispatch, 0, needed, 1, 3)
     with pytest.raises(ValueError, match="9 x 9"):

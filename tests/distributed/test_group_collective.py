@@ -111,6 +111,18 @@ def check_casts_and_reductions(group: dist.ProcessGroup, per_node: int) -> None:
             torch.testing.assert_close(out, expected_out[held[rank]])
             torch.testing.assert_close(lse, weight.log2()[held[rank]])
 
+        # rows that arrive among others: each at its global index
+        among = (*plan[:-1], plan[-1].among(got[rank], ROWS))
+        for rows, whole in zip(group_cast(inputs, among, group), globals_, strict=True):
+            there = torch.zeros(ROWS, dtype=torch.bool).index_fill_(0, got[rank], True)
+            assert torch.equal(rows[there], whole[there]) and not rows[~there].any()
+        (total,) = group_reduce([_partials(rank, torch.arange(ROWS), (3,))], among, group)
+        (expected,) = group_reduce([_partials(rank, got[rank], (3,))], plan, group)
+        assert torch.equal(total, expected)
+        if len(got[rank]) < ROWS:
+            with pytest.raises(ValueError, match="all arrive"):
+                group_reduce([outs[rank].new_zeros(ROWS, 2, 3), lses[rank].new_zeros(ROWS, 2)], among, group, op="lse")
+
 
 @pytest.mark.parametrize("ranks,per_node", [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 2)])
 def test_casts_and_reductions(world: World, ranks: int, per_node: int) -> None:
@@ -124,10 +136,10 @@ def check_two_level_traffic(group: dist.ProcessGroup, per_node: int) -> None:
     crossed: list[int] = []
 
     class Counting(RowExchange):
-        def __init__(self, tensors: list[Tensor], index: Tensor, send_counts: Tensor, *rest: Any) -> None:
-            super().__init__(tensors, index, send_counts, *rest)
+        def __init__(self, tensors: list[Tensor], index: Tensor, send_splits: list[int], *rest: Any) -> None:
+            super().__init__(tensors, index, send_splits, *rest)
             elsewhere = torch.arange(ranks) // per_node != rank // per_node
-            crossed.append(int(send_counts[elsewhere].sum()))
+            crossed.append(int(torch.tensor(send_splits)[elsewhere].sum()))
 
     with mock.patch.object(group_work, "RowExchange", Counting):
         (rows,) = group_cast([_global_rows(torch.float32, ())[held[rank]]], plan, group)

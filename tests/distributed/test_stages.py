@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_flex.distributed.agreement import mask_checksum
+from magi_flex.distributed.attention_plan import AttentionPlan
 from magi_flex.distributed.cost_model import Costs, Shape
 from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, solve_dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
+from magi_flex.distributed.head_groups import GroupedAttention
 from magi_flex.distributed.key_ranges import KeyRanges, needed_ranges
 from magi_flex.distributed.mask_forms import to_intervals, to_plan
 from magi_flex.distributed.measure import measure_costs
 from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
 from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
-from magi_flex.distributed.stages import AttentionPlan, StagedAttention
+from magi_flex.distributed.stages import StagedAttention
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline, chrome_trace
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.merge import merge_lse
@@ -47,15 +49,24 @@ def inputs(q_len: int, kv_len: int, dtype: torch.dtype, heads: int = HEADS, kv_h
 
 
 def plan_part(
-    mask: RowIntervals, group: dist.ProcessGroup, stages: int, per_node: int, moved: Tensor | None = None
+    mask: RowIntervals,
+    group: dist.ProcessGroup,
+    stages: int,
+    per_node: int,
+    moved: Tensor | None = None,
+    head_groups: int | None = None,
 ) -> tuple[AttentionPlan, Dispatch, Dispatch]:
     q_dispatch, _ = gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
     kv_dispatch = q_dispatch
     if mask.kv_len != mask.q_len:
         kv_dispatch = Dispatch.contiguous(mask.kv_len, dtensor_row_counts(mask.kv_len, group.size()))
     (needed,) = gather_needed([mask], q_dispatch, group)
-    part = build_exchange_plan(mask, q_dispatch, kv_dispatch, group.rank(), needed, stages, per_node, moved)
-    return AttentionPlan.from_exchange(part, "cpu"), q_dispatch, kv_dispatch
+    common = (mask, q_dispatch, kv_dispatch, group.rank(), needed)
+    if head_groups is None:
+        part = build_exchange_plan(*common, stages, per_node, moved)
+    else:
+        part = build_exchange_plan(*common, 1, per_node, joined=True)
+    return AttentionPlan.from_exchange(part, "cpu", head_groups or 1), q_dispatch, kv_dispatch
 
 
 def run(
@@ -67,12 +78,17 @@ def run(
     keep_keys: bool = False,
     timeline: Timeline | None = None,
     moved: Tensor | None = None,
+    head_groups: int | None = None,
 ) -> list[Tensor]:
-    """out, lse, max_score, dq, dk, dv of the whole problem, put together from all ranks."""
-    plan, q_dispatch, kv_dispatch = plan_part(mask, group, stages, per_node, moved)
+    """out, lse, max_score, dq, dk, dv of the whole problem, put together from all ranks.
+
+    In stages of keys, or in so many groups of heads.
+    """
+    plan, q_dispatch, kv_dispatch = plan_part(mask, group, stages, per_node, moved, head_groups)
     q, k, v, d_out, d_lse = tensors
-    rows, keys = plan.rows, plan.local.keys
-    staged = StagedAttention(plan, group, DIM**-0.5, timeline=timeline)
+    rows, keys = plan.rows, plan.keys
+    kind = StagedAttention if head_groups is None else GroupedAttention
+    staged = kind(plan, group, DIM**-0.5, timeline=timeline)
     local = [q[:, :, rows], k[:, :, keys], v[:, :, keys]]
     result, kept = staged.forward(*local, keep_keys=keep_keys)
     assert result.out.dtype == q.dtype
@@ -91,7 +107,13 @@ def run(
 
 
 def check_mask(
-    group: dist.ProcessGroup, names: list[str], length: int, kv_len: int, stages: int, per_node: int
+    group: dist.ProcessGroup,
+    names: list[str],
+    length: int,
+    kv_len: int,
+    stages: int,
+    per_node: int,
+    head_groups: int | None = None,
 ) -> None:
     for i, name in enumerate(names):
         case = make_mask(name, length, kv_len)
@@ -102,7 +124,7 @@ def check_mask(
         tensors = inputs(length, kv_len, torch.float64)
         expected = dense_attention_with_gradients(*tensors, mask_BHQK=dense)
         mask = RowIntervals.from_dense(dense)
-        actual = run(group, mask, tensors, stages, per_node, keep_keys=i % 2 == 0)
+        actual = run(group, mask, tensors, stages, per_node, keep_keys=i % 2 == 0, head_groups=head_groups)
         wanted = (expected.out, expected.lse, expected.max_score, expected.dq, expected.dk, expected.dv)
         for what, a, e in zip(("out", "lse", "max", "dq", "dk", "dv"), actual, wanted, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, w=what: f"{n} {w}: {m}")
@@ -113,8 +135,20 @@ def check_mask(
     [(1, 33, 33, 1, 1), (2, 67, 67, 3, 1), (3, 29, 41, 1, 1), (4, 67, 67, 2, 2), (6, 41, 23, 2, 3), (8, 37, 37, 2, 4)],
 )
 def test_every_mask(world: World, ranks: int, length: int, kv_len: int, stages: int, per_node: int) -> None:
-    """float64, outputs and all gradients (also through lse), flat and on two levels, keys kept and fetched again."""
-    world.run(check_mask, ranks, list(MASKS), length, kv_len, stages, per_node)
+    """float64, outputs and all gradients (also through lse), flat and on two levels, keys kept and fetched again; half
+    of the masks on many ranks."""
+    world.run(check_mask, ranks, list(MASKS)[:: 1 if ranks < 6 else 2], length, kv_len, stages, per_node)
+
+
+@pytest.mark.parametrize(
+    "ranks,length,kv_len,head_groups,per_node",
+    [(1, 33, 33, 2, 1), (2, 67, 67, 2, 1), (3, 29, 41, 1, 1), (6, 41, 23, 2, 3), (8, 5, 37, 1, 4)],
+)
+def test_every_mask_by_heads(
+    world: World, ranks: int, length: int, kv_len: int, head_groups: int, per_node: int
+) -> None:
+    names = list(MASKS) if ranks < 6 else list(MASKS)[1::2]
+    world.run(check_mask, ranks, names, length, kv_len, 1, per_node, head_groups)
 
 
 def check_moved_queries(group: dist.ProcessGroup, names: list[str], q_len: int, kv_len: int, per_node: int) -> None:
@@ -202,7 +236,7 @@ def check_bits_groups_and_low_precision(group: dist.ProcessGroup) -> None:
     """Bit tiles, 9 query and 3 key heads, bfloat16, an odd length, two levels, all at once."""
     mask = RowIntervals.from_dense(make_mask("dense_table", 257).dense())
     plan, *_ = plan_part(mask, group, 2, 3)
-    assert all(key_set.mask.bit_tiles is not None for key_set in (plan.local, *plan.remote))
+    assert all(key_set.mask.bit_tiles is not None for key_set in plan.sets)
     tensors = inputs(257, 257, torch.bfloat16, 9, 3)
     exact = dense_attention_with_gradients(*tensors, mask_BHQK=mask.to_dense())
     same = dense_attention_with_gradients(*tensors, mask_BHQK=mask.to_dense(), dtype=torch.bfloat16)

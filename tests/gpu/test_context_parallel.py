@@ -1,8 +1,8 @@
 """Context parallel attention on GPUs: over NCCL on two of them, or over gloo by two processes that share one.
 
-Skipped without a GPU.  The checks take the device, so that they also run on a CPU:
+Skipped without a GPU.  The checks take the device, so that they also run on a CPU, and one by one:
 
-    python -m tests.gpu.test_context_parallel
+    python -m tests.gpu.test_context_parallel [check_masks_by_heads ...]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,7 @@ RANKS, DIM, STEPS = 2, 64, 50
 Check = Callable[[DeviceMesh], None]
 
 
-def _serve(rank: int, store: str, device_type: str, check: Check) -> None:
+def _serve(rank: int, store: str, device_type: str, checks: tuple[Check, ...]) -> None:
     options: dict[str, object] = {"timeout": datetime.timedelta(seconds=300)}
     backend = "gloo"
     if device_type == "cuda":
@@ -56,14 +57,19 @@ def _serve(rank: int, store: str, device_type: str, check: Check) -> None:
         torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS, **options)
     magi_flex.enable()
-    check(init_device_mesh(device_type, (RANKS,), mesh_dim_names=("cp",)))
+    mesh = init_device_mesh(device_type, (RANKS,), mesh_dim_names=("cp",))
+    for check in checks:
+        begin = time.perf_counter()
+        check(mesh)
+        if rank == 0:
+            print(f"{check.__name__}: passed in {time.perf_counter() - begin:.1f} s", flush=True)
     dist.destroy_process_group()
 
 
-def run(check: Check, device_type: str = "cuda") -> None:
-    """``check`` on RANKS processes; raises what any of them raised."""
+def run(*checks: Check, device_type: str = "cuda") -> None:
+    """The checks, one after the other, on RANKS processes; raises what any of them raised."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_serve, (f"{folder}/store", device_type, check), RANKS)
+        mp.spawn(_serve, (f"{folder}/store", device_type, checks), RANKS)
 
 
 def operands(mesh: DeviceMesh, batch: int, heads: int, kv_heads: int, length: int) -> list[Tensor]:
@@ -87,27 +93,41 @@ def check_results(cp: ContextParallel, x: list[Tensor], dense: Tensor, what: str
     leaves = [cp.shard(t, 2).detach().requires_grad_() for t in x[:3]]
     out = flex_attention(*leaves, block_mask=cp.block_mask, enable_gqa=True)
     out.backward(cp.shard(x[3], 2))
-    on_cpu = [t.cpu() for t in x]
-    exact = dense_attention_with_gradients(*on_cpu, mask_BHQK=dense)
-    same = dense_attention_with_gradients(*on_cpu, mask_BHQK=dense, dtype=torch.bfloat16)
+    dense = dense.to(x[0].device)
+    exact = dense_attention_with_gradients(*x, mask_BHQK=dense)
+    same = dense_attention_with_gradients(*x, mask_BHQK=dense, dtype=torch.bfloat16)
     for name, actual in zip(("out", "dq", "dk", "dv"), (out, *(leaf.grad for leaf in leaves)), strict=True):
         try:
-            assert_within_factor(whole(cp, actual), getattr(same, name), getattr(exact, name))
+            assert_within_factor(whole(cp, actual), getattr(same, name).cpu(), getattr(exact, name).cpu())
         except AssertionError as error:
             raise AssertionError(f"{what}: {name}: {error}") from error
 
 
-def check_every_mask(mesh: DeviceMesh) -> None:
-    """Two stages; 9 query and 3 key heads where the mask does not say otherwise."""
+def check_masks_by_keys(mesh: DeviceMesh) -> None:
+    """Every other mask."""
+    check_masks(mesh, "keys", list(MASKS)[::2])
+
+
+def check_masks_by_heads(mesh: DeviceMesh) -> None:
+    """And the others."""
+    check_masks(mesh, "heads", list(MASKS)[1::2])
+
+
+def check_masks(mesh: DeviceMesh, cut: str, names: list[str]) -> None:
+    """Cut into three; 9 query and 3 key heads where the mask does not say otherwise."""
     length = 257
-    for i, name in enumerate(MASKS):
+    for i, name in enumerate(names):
+        begin = time.perf_counter()
         case = make_mask(name, length)
         dense = case.dense()
         heads = 9 if case.heads == 1 else 3 * case.heads
         if case.heads > 1:
             dense = dense.repeat_interleave(3, 1)
-        cp = ContextParallel(mesh, MaskPlan.from_dense(dense), forward_stages=2, keep_keys=i % 2 == 0)
+        options = {"cut": cut, "forward_stages": 3, "backward_stages": 3, "keep_keys": i % 2 == 0}
+        cp = ContextParallel(mesh, MaskPlan.from_dense(dense), **options)
         check_results(cp, operands(mesh, case.batch, heads, 3, length), dense, name)
+        if dist.get_rank() == 0:
+            print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 def check_collectives(mesh: DeviceMesh) -> None:
@@ -132,7 +152,7 @@ def check_timeline(mesh: DeviceMesh) -> None:
     """All lanes are there, and the keys of the next stages are on their way while the local ones are computed."""
     length = 4096
     mask = document_mask([length])
-    cp = ContextParallel(mesh, mask, forward_stages=3, backward_stages=3)
+    cp = ContextParallel(mesh, mask, cut="keys", forward_stages=3, backward_stages=3)
     x = operands(mesh, 1, 8, 2, length)
     for _ in range(2):
         cp.timeline = Timeline(mesh.device_type)
@@ -172,14 +192,15 @@ def check_training(mesh: DeviceMesh) -> None:
 def check_native(mesh: DeviceMesh) -> None:
     """Keys and gradients written straight into the other process's memory."""
     length = 257
-    for name in ("causal", "document_causal", "full"):
+    for name, cut, parts in (("causal", "keys", 2), ("document_causal", "heads", 3), ("full", "keys", 2)):
         case = make_mask(name, length)
-        cp = ContextParallel(mesh, MaskPlan.from_dense(case.dense()), forward_stages=2, backward_stages=2, native=True)
+        options = {"cut": cut, "forward_stages": parts, "backward_stages": parts, "native": True}
+        cp = ContextParallel(mesh, MaskPlan.from_dense(case.dense()), **options)
         assert cp.masks[0].native
         check_results(cp, operands(mesh, case.batch, 9, 3, length), case.dense(), name)
 
 
-CHECKS = (check_collectives, check_every_mask, check_timeline, check_training)
+CHECKS = (check_collectives, check_masks_by_keys, check_masks_by_heads, check_timeline, check_training)
 
 
 @pytest.mark.parametrize("check", (*CHECKS, check_native), ids=lambda check: check.__name__)
@@ -200,6 +221,5 @@ def test_example() -> None:
 
 
 if __name__ == "__main__":
-    for each in CHECKS:
-        run(each, "cpu")
-        print(each.__name__, "passes on a CPU")
+    wanted = [globals()[name] for name in sys.argv[1:]] or CHECKS
+    run(*wanted, device_type="cuda" if torch.cuda.is_available() else "cpu")

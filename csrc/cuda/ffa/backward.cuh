@@ -24,11 +24,14 @@
 namespace ffa {
 
 template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
+    if (params.split != nullptr && (*params.split != 0) == C::kSumDq) return;
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<BackwardShared<C>*>(dynamic_shared);
     if (threadIdx.x == 0) {
-        ptx::mbarrier_init(&shared.kv_full, 1);
-        ptx::mbarrier_init(&shared.kv_empty, kConsumerWarps);
+        for (int i = 0; i < C::kKvStages; ++i) {
+            ptx::mbarrier_init(&shared.kv_full[i], 1);
+            ptx::mbarrier_init(&shared.kv_empty[i], kConsumerWarps);
+        }
         shared.last_mask = 3;
         ptx::mbarrier_init(&shared.mask_full, 1);
         ptx::mbarrier_init(&shared.mask_empty, C::kKeys == 64 ? kConsumerWarps / 2 : kConsumerWarps);

@@ -16,13 +16,14 @@ template <class C> struct Consumer : Fragment<C> {
 
     const int warpgroup = Fragment<C>::half;
     Ring<C::kStages> ring;
+    int kv_stage = 0;
     int ds_buffer = 0;
 
     // dq[64 columns x kDqRows] = K^T dS^T
     FFA_DEVICE void issue_dq(float (&dq)[kDq]) const {
         const int panel = C::kPanels == 2 ? warpgroup : 0;
         const int first_row = C::kPanels == 2 ? 0 : warpgroup * C::kDqRows;
-        const uint64 a = D::contraction_is_strided(shared.k[panel], C::kKeyPanelBytes);
+        const uint64 a = D::contraction_is_strided(shared.k[kv_stage][panel], C::kKeyPanelBytes);
         const uint64 b = D::contraction_is_contiguous(shared.ds[ds_buffer][0][first_row]);
 #pragma unroll
         for (int step = 0; step < C::kKeys / 16; ++step) {
@@ -57,7 +58,7 @@ template <class C> struct Consumer : Fragment<C> {
     FFA_DEVICE void issue_d_weights(float (&d_weights)[kScores]) const {
         ptx::mbarrier_wait(&shared.d_out_full[ring.stage], ring.phase);
         ptx::wgmma_fence();
-        this->template issue_scores<C::kVDim>(d_weights, shared.v, shared.d_out[ring.stage]);
+        this->template issue_scores<C::kVDim>(d_weights, shared.v[kv_stage], shared.d_out[ring.stage]);
     }
 
     // One key tile: every step of the item, then dK and dV.
@@ -69,7 +70,7 @@ template <class C> struct Consumer : Fragment<C> {
             uint32 pairs[kScores / 2], ds[kScores / 2];
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
-            this->template issue_scores<C::kHeadDim>(scores, shared.k, shared.q[stage]);
+            this->template issue_scores<C::kHeadDim>(scores, shared.k[kv_stage], shared.q[stage]);
             // A score mod needs the registers of dP.
             if constexpr (Score::kCount == 0) issue_d_weights(d_weights);
             ptx::wgmma_wait<Score::kCount == 0>();  // S
@@ -107,17 +108,19 @@ template <class C> struct Consumer : Fragment<C> {
         ptx::fence_registers(dk);
         ptx::fence_registers(dv);
         const Item done = item;  // its slot may be written again once all warps have arrived
-        arrive_warp(&shared.kv_empty);
+        arrive_warp(&shared.kv_empty[kv_stage]);
         this->finish_dk(dk, done);
         this->finish_dv(dv, done);
     }
 
     FFA_DEVICE void run() {
-        for (uint32 phase = 0;; phase ^= 1) {
-            ptx::mbarrier_wait(&shared.kv_full, phase);
-            const int steps = shared.item[phase].steps;
+        for (int items = 0;; ++items) {
+            kv_stage = items % C::kKvStages;
+            ptx::mbarrier_wait(&shared.kv_full[kv_stage], items / C::kKvStages & 1);
+            const Item& item = shared.item[items % (2 * C::kKvStages)];
+            const int steps = item.steps;
             if (steps < 0) return;
-            run_item(steps, shared.item[phase]);
+            run_item(steps, item);
         }
     }
 };

@@ -2,7 +2,7 @@
 //
 // prepare: per query row lse with +inf for empty rows, and delta = sum(dO * O) - dlse / ln 2, so that
 // dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, so that
-// d lse / d s = P / ln 2).  It also zeroes the dQ buffer and the work counter.
+// d lse / d s = P / ln 2).  It also zeroes the dQ buffer and the work counters.
 //
 // finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.
 //
@@ -26,16 +26,20 @@ struct PrepareParams {
     const void* d_out;
     const float* lse;    // [B * H, q_len]
     const float* d_lse;  // the same, or null
-    float* row_shift;    // [B * H, padded_rows]
+    float* row_shift;    // [B * H / pack, padded_rows, pack]
     float* row_delta;
     float4* dq_buffer;   // kHeadDim / 4 for each padded row, or null
-    int* work_counter;
+    int* work_counters;  // two
+    const int* split;    // see BackwardParams
     int64 out_batch, out_head, out_row;  // strides in elements
     int64 d_out_batch, d_out_head, d_out_row;
     int heads, q_len, padded_rows, v_dim;
+    int pack;  // heads of a step, where dQ is another kernel's
+    int unused;
 };
 
 struct FinishParams {
+    const int* split;  // see BackwardParams
     const float4* dq_buffer;
     void* dq;
     int64 dq_batch, dq_head, dq_row;
@@ -78,7 +82,9 @@ FFA_DEVICE void prepare(const PrepareParams& params) {
     const auto* d_out =
         static_cast<const uint16*>(params.d_out) + batch * params.d_out_batch + head * params.d_out_head;
     const int64 padded_row = static_cast<int64>(head_row) * params.padded_rows + first_row;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *params.work_counter = 0;
+    if (blockIdx.x == 0 && threadIdx.x < 2) params.work_counters[threadIdx.x] = 0;
+    const bool split = params.split != nullptr && *params.split;
+    const int pack = params.split == nullptr || split ? params.pack : 1;
 
     const int lane = threadIdx.x % kLanes, column = lane * 8;
 #pragma unroll
@@ -105,11 +111,12 @@ FFA_DEVICE void prepare(const PrepareParams& params) {
                     delta = params.d_lse ? fmaf(params.d_lse[at], -kLog2E, sum) : sum;
                 }
             }
-            params.row_shift[padded_row + block_row] = shift;
-            params.row_delta[padded_row + block_row] = delta;
+            const int64 to = (static_cast<int64>(head_row / pack) * params.padded_rows + row) * pack + head_row % pack;
+            params.row_shift[to] = shift;
+            params.row_delta[to] = delta;
         }
     }
-    if (params.dq_buffer == nullptr) return;
+    if (params.dq_buffer == nullptr || split) return;
     float4* buffer = params.dq_buffer + padded_row * (kHeadDim / 4);
 #pragma unroll
     for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) {
@@ -150,10 +157,10 @@ template <class C, int kColumns> FFA_DEVICE void finish_keys(const FinishParams&
     }
 }
 
-template <class C> FFA_DEVICE void finish(const FinishParams& params) {
+template <class C, class Element> FFA_DEVICE void finish(const FinishParams& params) {
+    if (params.split != nullptr && *params.split) return;
     constexpr DType kType = C::kType;
     constexpr int kHeadDim = C::kHeadDim;
-    using Element = typename C::GradientType;
     if (blockIdx.x >= params.row_blocks) {
         const int job = blockIdx.x - params.row_blocks;
         if (C::kHeadDim == C::kVDim) {

@@ -17,6 +17,7 @@ template <class C> struct Planner {
     const BackwardParams& params;
     BackwardShared<C>& shared;
     Ring<C::kStages> ring;
+    int items = 0;  // so far
 
     // Writes the item that work number `work` stands for.
     FFA_DEVICE bool find_item(int work, Item& item) const {
@@ -47,28 +48,29 @@ template <class C> struct Planner {
     }
 
     FFA_DEVICE void load_keys(const Item& item) const {
-        ptx::mbarrier_arrive_expect_bytes(&shared.kv_full, C::kKeys * (C::kHeadDim + C::kVDim) * 2);
+        uint64* const full = &shared.kv_full[items % C::kKvStages];
+        ptx::mbarrier_arrive_expect_bytes(full, C::kKeys * (C::kHeadDim + C::kVDim) * 2);
 #pragma unroll
         for (int p = 0; p < max(C::kPanels, C::kVPanels); ++p) {
             const int column = p * kPanelColumns, key = item.key_begin;
             if (p < C::kPanels) {
-                ptx::tma_load_4d(shared.k[p], params.k, &shared.kv_full, column, key, item.kv_head, item.batch);
+                ptx::tma_load_4d(shared.k[items % C::kKvStages][p], params.k, full, column, key, item.kv_head, item.batch);
             }
             if (p < C::kVPanels) {
-                ptx::tma_load_4d(shared.v[p], params.v, &shared.kv_full, column, key, item.kv_head, item.batch);
+                ptx::tma_load_4d(shared.v[items % C::kKvStages][p], params.v, full, column, key, item.kv_head, item.batch);
             }
         }
     }
 
     // Walks a run from its end, so that the tiles of a causal mask visit the same rows at the same time.
     FFA_DEVICE void publish_run(const Item& item, int head, int2 run, bool partial) {
-        const int first = run.x & ~(kRowGroup - 1);
+        const int first = run.x & ~(C::kRunAlign - 1);
 #pragma unroll 1
-        for (int row = first + (run.y - 1 - first) / C::kRows * C::kRows; row >= first; row -= C::kRows) {
+        for (int row = first + (run.y - 1 - first) / C::kPositions * C::kPositions; row >= first; row -= C::kPositions) {
             ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
-            const bool whole = item.key_end - item.key_begin == C::kKeys && row >= run.x && row + C::kRows <= run.y;
+            const bool whole = item.key_end - item.key_begin == C::kKeys && row >= run.x && row + C::kPositions <= run.y;
             const int plane = item.batch * params.kv_heads * params.parts * params.group + head;
-            shared.step[ring.stage] = {(plane * params.padded_rows + row) / kRowGroup,
+            shared.step[ring.stage] = {(plane * params.padded_rows + row * C::kPack) / kRowGroup,
                                        partial || !whole ? (shared.last_mask ^= 1) : 0,
                                        item.batch,
                                        head,
@@ -98,17 +100,17 @@ template <class C> struct Planner {
 
     FFA_DEVICE void run() {
 #pragma unroll 1
-        for (int turn = 0;; turn ^= 1) {
-            Item& item = shared.item[turn];
+        for (;; ++items) {
+            Item& item = shared.item[items % (2 * C::kKvStages)];
             const bool found = find_item(atomicAdd(params.work_counter, 1), item);
             if (!found) item.steps = -1;
-            ptx::mbarrier_wait(&shared.kv_empty, turn ^ 1);
+            ptx::mbarrier_wait(&shared.kv_empty[items % C::kKvStages], ~(items / C::kKvStages) & 1);
             if (!found) break;
             load_keys(item);
 #pragma unroll 1
-            for (int h = 0; h < params.group; ++h) publish_head(item, item.first_head + h);
+            for (int h = 0; h < params.group; h += C::kPack) publish_head(item, item.first_head + h);
         }
-        ptx::mbarrier_arrive(&shared.kv_full);
+        ptx::mbarrier_arrive(&shared.kv_full[items % C::kKvStages]);
         ptx::mbarrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
         shared.step[ring.stage].row_group = -1;
         ptx::mbarrier_arrive(&shared.step_full[ring.stage]);
@@ -126,7 +128,7 @@ template <class C> struct RowLoader {
         ptx::mbarrier_arrive_expect_bytes(full, C::kRows * kColumns * 2 + C::kRows * 4);
 #pragma unroll
         for (int p = 0; p < kColumns / kPanelColumns; ++p) {
-            ptx::tma_load_4d(tile + p * C::kRows * kPanelColumns, map, full, p * kPanelColumns, step.row, step.head,
+            ptx::tma_load_4d(tile + p * C::kRows * kPanelColumns, map, full, p * kPanelColumns, step.head, step.row,
                              step.batch);
         }
         ptx::bulk_load(rows, statistics + static_cast<int64>(step.row_group) * kRowGroup, full, C::kRows * 4);
@@ -148,8 +150,8 @@ template <class C> struct RowLoader {
     }
 };
 
-// Turns the row intervals and bit tiles of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of query
-// row i.
+// Turns the row intervals and bit tiles of masked steps into bits: mask[w][i] has the keys 32 w, 32 w + 1, ... of position
+// i.
 template <class C> struct Masker {
     const BackwardParams& params;
     BackwardShared<C>& shared;
@@ -166,7 +168,7 @@ template <class C> struct Masker {
         const int mask_head = mask_head_of(params, step.batch, step.head);
         const uint32 plane = mask_head * params.mask.intervals * params.q_len;
 #pragma unroll 1
-        for (int row = ptx::lane_index(); row < C::kRows; row += 32) {
+        for (int row = ptx::lane_index(); row < C::kPositions; row += 32) {
             const int query = step.row + row;
             const bool inside = query >= step.run_begin && query < step.run_end;
             uint32 words[C::kKeyWords] = {};

@@ -41,8 +41,9 @@ struct MaskParams {
 struct BackwardParams {
     ptx::TensorMap q, k, v, d_out;
     MaskParams mask;
-    const float* row_shift;  // [B * H, padded_rows]: lse (log2 domain), +inf for empty rows
-    const float* row_delta;  // [B * H, padded_rows]
+    // [B * H / kPack, padded_rows, kPack]: lse (log2 domain), +inf for empty rows, and delta.
+    const float* row_shift;
+    const float* row_delta;
     float* dq_buffer;        // [kPanels, dq_groups, 8 * kPanelColumns], see backward_convert.cuh
     float* dkv_buffer;  // null, or [blocks, kKeys * (kHeadDim + kVDim)]: dK and dV are summed there in float32
     void* dk;
@@ -50,6 +51,9 @@ struct BackwardParams {
     int64 dk_batch, dk_head, dk_row;  // strides in elements
     int64 dv_batch, dv_head, dv_row;
     int* work_counter;  // zero at launch
+    // Null, or whether dQ is left to gradient_q.cu, which is decided on the device; kernels of the other way have been
+    // launched as well, and return at once.
+    const int* split;
     int kv_heads, parts, group;  // a key/value head's query heads are split into `parts` items of `group` heads each
     int q_len, padded_rows, head_dim, v_dim;
     int tiles;  // of one mask head where the mask depends on the head, else of all masks
@@ -63,18 +67,22 @@ struct BackwardParams {
 };
 
 // kKeys is 128 (Consumer: each warpgroup has 64 keys) or 64 (WideConsumer: one has dV, one dK).
-template <DType kType_, int kHeadDim_, int kVDim_, int kRows_, int kKeys_, bool kSumDq_, bool kWide_>
+template <DType kType_, int kHeadDim_, int kVDim_, int kRows_, int kPack_, int kKeys_, bool kSumDq_, bool kWide_>
 struct BackwardConfig {
     static constexpr DType kType = kType_;
     static constexpr int kHeadDim = kHeadDim_;  // of q, k; smaller ones are padded with zeros by TMA
     static constexpr int kVDim = kVDim_;        // of v, dO
-    static constexpr int kRows = kRows_;        // query rows of a step
+    static constexpr int kRows = kRows_;        // query rows of a step: (position, head) pairs, head first
+    static constexpr int kPack = kPack_;        // heads of a step
+    static constexpr int kPositions = kRows / kPack;
+    static constexpr int kRunAlign = kRowGroup / kPack;  // positions that steps begin at are multiples of it
     static constexpr int kKeys = kKeys_;        // keys of a tile
     static constexpr int kKeyWords = kKeys / 32;
     static constexpr bool kSumDq = kSumDq_;     // else dQ is another kernel's (gradient_q.cu)
     static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
     static constexpr int kStages = 2;           // of Q and dO; dS is double-buffered too
+    static constexpr int kKvStages = FFA_KV_STAGES;  // of K and V
     static constexpr int kPanels = kHeadDim / kPanelColumns;
     static constexpr int kVPanels = kVDim / kPanelColumns;
     static constexpr int kRowPanelBytes = kRows * kPanelBytes;
@@ -85,6 +93,7 @@ struct BackwardConfig {
     static_assert(!kSumDq || (kKeys == 128 && (kHeadDim == 64 || kHeadDim == 128)), "others need another split of dQ");
     static_assert(kKeys == 128 || (kKeys == 64 && kRows == 64), "how the warpgroups share the work");
     static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
+    static_assert(kRowGroup % kPack == 0 && (kPack == 1 || !kSumDq), "the dQ buffer has one head after the other");
 };
 
 // One key tile of one key/value head, for some of its query heads.
@@ -96,9 +105,10 @@ struct Item {
     int block;  // of dkv_buffer
 };
 
-// Query rows [row, row + kRows) of one head; masked steps attend only inside [run_begin, run_end) and the intervals.
+// Positions [row, row + kPositions) of kPack heads; masked steps attend only inside [run_begin, run_end) and the
+// intervals.
 struct Step {
-    int row_group;  // of the dQ buffer, counted over all batch entries and heads; -1: no more steps
+    int row_group;  // of the dQ buffer and the statistics, counted over all batch entries and heads; -1: no more steps
     int masked;     // 0: no; else 2 and 3 by turns, the lowest bit being the phase of mask_full
     int batch, head, row;
     int run_begin, run_end;
@@ -106,22 +116,22 @@ struct Step {
 };
 
 template <class C> struct BackwardShared {
-    alignas(1024) uint16 k[C::kPanels][C::kKeys][kPanelColumns];
-    alignas(1024) uint16 v[C::kVPanels][C::kKeys][kPanelColumns];
+    alignas(1024) uint16 k[C::kKvStages][C::kPanels][C::kKeys][kPanelColumns];
+    alignas(1024) uint16 v[C::kKvStages][C::kVPanels][C::kKeys][kPanelColumns];
     alignas(1024) uint16 q[C::kStages][C::kPanels][C::kRows][kPanelColumns];
     alignas(1024) uint16 d_out[C::kStages][C::kVPanels][C::kRows][kPanelColumns];
     union {
-        alignas(1024) uint16 ds[2][2][C::kRows][kPanelColumns];  // [buffer][keys of a warpgroup]
-        alignas(1024) float4 weights[2][C::kRows / 8][128];      // [buffer][fragment][thread], see WideConsumer
+        alignas(1024) uint16 ds[2][2][C::kSumDq ? C::kRows : 1][kPanelColumns];  // [buffer][keys of a warpgroup]
+        alignas(1024) float4 weights[2][C::kKeys == 64 ? C::kRows / 8 : 1][128];  // [buffer][fragment][thread], see WideConsumer
     };
     alignas(128) float4 dq[C::kSumDq ? 2 : 1][C::kSumDq ? C::kDqRows / 8 * 128 : 1];  // of a warpgroup: its part of dQ^T
     alignas(16) float shift[C::kStages][C::kRows];
     alignas(16) float delta[C::kStages][C::kRows];
-    alignas(16) uint32 mask[C::kKeyWords][C::kRows];
+    alignas(16) uint32 mask[C::kKeyWords][C::kPositions];
     Step step[C::kStages];
     int last_mask;  // Planner's: what the last masked step had
-    Item item[2];  // by turns: the next one is written while one is worked on
-    uint64 kv_full, kv_empty;
+    Item item[2 * C::kKvStages];  // in turn: the next ones are written while others are worked on
+    uint64 kv_full[C::kKvStages], kv_empty[C::kKvStages];
     uint64 step_full[C::kStages];  // step[] is written
     uint64 q_full[C::kStages], q_empty[C::kStages];
     uint64 d_out_full[C::kStages], d_out_empty[C::kStages];

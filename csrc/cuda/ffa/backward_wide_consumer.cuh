@@ -20,7 +20,7 @@ template <class C> struct WideConsumer : Fragment<C> {
     FFA_DEVICE void issue_next_scores(float (&scores)[kScores], bool wait) const {
         if (wait) ptx::mbarrier_wait(&shared.q_full[ring.stage], ring.phase);
         ptx::wgmma_fence();
-        this->template issue_scores<C::kHeadDim>(scores, shared.k, shared.q[ring.stage]);
+        this->template issue_scores<C::kHeadDim>(scores, shared.k[0], shared.q[ring.stage]);
     }
 
     FFA_DEVICE void hand_on(const float (&weights)[kScores]) {
@@ -60,7 +60,7 @@ template <class C> struct WideConsumer : Fragment<C> {
         }
         ptx::fence_registers(dv);
         const Item done = item;  // its slot may be written again once all warps have arrived
-        arrive_warp(&shared.kv_empty);
+        arrive_warp(&shared.kv_empty[0]);
         this->finish_dv(dv, done);
     }
 
@@ -90,7 +90,7 @@ template <class C> struct WideConsumer : Fragment<C> {
             float d_weights[kScores];
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);
             ptx::wgmma_fence();
-            this->template issue_scores<C::kVDim>(d_weights, shared.v, shared.d_out[stage]);
+            this->template issue_scores<C::kVDim>(d_weights, shared.v[0], shared.d_out[stage]);
             ptx::wgmma_wait<1>();  // dK of the step before
             if (remaining < steps) arrive_warp(&shared.q_empty[stage ^ 1]);
             ptx::wgmma_wait<0>();
@@ -107,13 +107,13 @@ template <class C> struct WideConsumer : Fragment<C> {
         ptx::fence_registers(dk);
         if (steps > 0) arrive_warp(&shared.q_empty[ring.stage ^ 1]);
         const Item done = item;
-        arrive_warp(&shared.kv_empty);
+        arrive_warp(&shared.kv_empty[0]);
         this->finish_dk(dk, done);
     }
 
     FFA_DEVICE void run(int warpgroup) {
         for (uint32 phase = 0;; phase ^= 1) {
-            ptx::mbarrier_wait(&shared.kv_full, phase);
+            ptx::mbarrier_wait(shared.kv_full, phase);
             const int steps = shared.item[phase].steps;
             if (steps < 0) return;
             if (warpgroup == 0) {

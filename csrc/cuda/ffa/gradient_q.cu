@@ -20,6 +20,7 @@ struct Consumer {
     const int group;   // warpgroup
     const int thread;  // in the warpgroup
     Item item;
+    Ring<kRowStages> row_ring;
     Ring<kKStages> k_ring;
     Ring<kVStages> v_ring;
 
@@ -70,17 +71,29 @@ struct Consumer {
 
     // S becomes P times the derivative of the score mod.
     FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const float (&shift)[2], const KeyTile& tile) const {
+        if constexpr (Score::kCount == 0) {
 #pragma unroll
-        for (int i = 0; i < kKvTile / 2; ++i) {
-            const int h = i / 2 % 2;
-            if constexpr (Score::kCount == 0) {
-                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -shift[h]));
-            } else {
-                const ScoreIndex at{item.batch, item.head + fragment_row(h) % kPack, position(h),
-                                    min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
-                float slope = 1.0f;
-                const float score = Score::apply(scores[i] * params.score_scale, params.score_params, at, slope);
-                scores[i] = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
+            for (int i = 0; i < kKvTile / 2; ++i) {
+                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -shift[i / 2 % 2]));
+            }
+        } else {
+            static_assert(8 % kPack == 0, "both rows of a thread's fragment are of one head");
+            const auto head = Score::of_head(params.score_params, item.batch, item.head + fragment_row(0) % kPack);
+            const int row = item.row_begin + fragment_row(0) / kPack, last_row = params.q_len - 1;
+            const typename Score::Row rows[2] = {Score::of_row(params.score_params, head, row, 0, last_row),
+                                                 Score::of_row(params.score_params, head, row, 8 / kPack, last_row)};
+            const int first_key = tile.begin + 2 * (lane_index() & 3), last_key = params.kv_len - 1;
+#pragma unroll
+            for (int c = 0; c < kKvTile / 4; ++c) {
+                const auto key = Score::of_key(params.score_params, head, first_key, 8 * (c / 2) + c % 2, last_key);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& weight = scores[4 * (c / 2) + 2 * h + c % 2];
+                    float slope = 1.0f;
+                    const float score =
+                        Score::apply(weight * params.score_scale, params.score_params, head, rows[h], key, slope);
+                    weight = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
+                }
             }
         }
     }
@@ -89,9 +102,10 @@ struct Consumer {
         float shift[2], delta[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int64 head = static_cast<int64>(item.batch) * params.heads + item.head + fragment_row(h) % kPack;
-            shift[h] = __ldg(params.row_shift + head * params.padded_rows + position(h));
-            delta[h] = __ldg(params.row_delta + head * params.padded_rows + position(h));
+            const int plane = (item.batch * params.heads + item.head) / kPack;
+            const int64 row = static_cast<int64>(plane) * params.padded_rows + position(h);
+            shift[h] = __ldg(params.row_shift + row * kPack + fragment_row(h) % kPack);
+            delta[h] = __ldg(params.row_delta + row * kPack + fragment_row(h) % kPack);
         }
         uint32 ds[kKvTile / 4];
         int last_stage = 0;
@@ -100,9 +114,9 @@ struct Consumer {
             const int stage = k_ring.stage;
             mbarrier_wait(&shared.k_full[stage], k_ring.parity);
             const KeyTile tile = shared.key_tiles[stage];
-            issue_scores<kHeadDim>(scores, shared.q, shared.k[stage]);
+            issue_scores<kHeadDim>(scores, shared.q[row_ring.stage], shared.k[stage]);
             mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
-            issue_scores<kVDim>(d_weights, shared.d_out, shared.v[v_ring.stage]);
+            issue_scores<kVDim>(d_weights, shared.d_out[row_ring.stage], shared.v[v_ring.stage]);
             FragmentMask<kKvTile> mask;
             if (tile.masked) build_mask(mask, tile);
             wgmma_wait<1>();  // S, and dQ of the tile before
@@ -113,7 +127,7 @@ struct Consumer {
             wgmma_wait<0>();
             fence_registers(d_weights);
             release(&shared.v_empty[v_ring.stage]);
-            if (i + 1 == item.key_tiles) release(&shared.rows_empty);
+            if (i + 1 == item.key_tiles) release(&shared.rows_empty[row_ring.stage]);
 #pragma unroll
             for (int j = 0; j < kKvTile / 4; ++j) {
                 const float row = delta[j % 2];
@@ -142,9 +156,9 @@ struct Consumer {
     }
 
     FFA_DEVICE void run() {
-        for (uint32 parity = 0;; parity ^= 1) {
-            mbarrier_wait(&shared.rows_full, parity);
-            item = shared.item;
+        for (;; row_ring.advance()) {
+            mbarrier_wait(&shared.rows_full[row_ring.stage], row_ring.parity);
+            item = shared.items[row_ring.stage];
             item.key_tiles = warp_uniform(item.key_tiles);
             if (item.key_tiles < 0) return;
             float dq[kHeadDim / 2] = {};
@@ -153,7 +167,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= params.scale;
             } else {
-                release(&shared.rows_empty);
+                release(&shared.rows_empty[row_ring.stage]);
             }
             store(dq);
         }
@@ -162,12 +176,16 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ffa_gradient_q(const __grid_constant__ GradientQParams params) {
+    if (params.split != nullptr && *params.split == 0) return;
     extern __shared__ __align__(1024) uint8 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     if (threadIdx.x == 0) {
         constexpr uint32 kConsumerWarps = 4 * kConsumers;
-        mbarrier_init(&shared.rows_full, 1);
-        mbarrier_init(&shared.rows_empty, kConsumerWarps);
+#pragma unroll
+        for (int s = 0; s < kRowStages; ++s) {
+            mbarrier_init(&shared.rows_full[s], 1);
+            mbarrier_init(&shared.rows_empty[s], kConsumerWarps);
+        }
 #pragma unroll
         for (int s = 0; s < kKStages; ++s) {
             mbarrier_init(&shared.k_full[s], 1);

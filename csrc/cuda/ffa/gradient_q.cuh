@@ -1,7 +1,7 @@
 // What the parts of the gradient_q kernel share: options, parameters, shared memory.
 //
-// Options are macros: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM (multiples of 64), FFA_KV_TILE, FFA_K_STAGES,
-// FFA_V_STAGES, FFA_WIDE (float32 result), FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of
+// Options are macros: FFA_DTYPE (bf16 or fp16), FFA_HEAD_DIM, FFA_V_DIM (multiples of 64), FFA_KV_TILE, FFA_ROW_STAGES,
+// FFA_K_STAGES, FFA_V_STAGES, FFA_WIDE (float32 result), FFA_SCORE_STEPS (a list of ScoreStep values), FFA_GENERATED_SCORE (instead of
 // them), FFA_BIT_TILES, and those of row_tiles.cuh.
 #pragma once
 
@@ -15,6 +15,7 @@ constexpr DType kType = DType::FFA_DTYPE;
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kVDim = FFA_V_DIM;
 constexpr int kKvTile = FFA_KV_TILE;
+constexpr int kRowStages = FFA_ROW_STAGES;  // buffers of Q and dO
 constexpr int kKStages = FFA_K_STAGES;
 constexpr int kVStages = FFA_V_STAGES;
 static_assert(kHeadDim % 64 == 0 && kVDim % 64 == 0 && kKvTile % 16 == 0, "tiles are whole panels");
@@ -37,10 +38,11 @@ struct GradientQParams {
     const int2* tile_heads;
     const int2* partial_runs;
     const int2* full_runs;
-    const float* row_shift;  // [batch * heads, padded_rows], see backward_convert.cuh
+    const float* row_shift;  // [batch * heads / kPack, padded_rows, kPack], see backward_convert.cuh
     const float* row_delta;
     void* dq;
     int* next_item;          // zero at launch; null where there is no more than one item a CTA
+    const int* split;        // null, or whether this kernel makes dQ; else it returns at once
     int64 dq_batch, dq_head, dq_row;  // strides in elements
     float scale;        // from dS K to dQ; has the constant factors of the score steps
     float scale_log2;   // from scores (after the score steps, if there are any) to powers of two
@@ -56,12 +58,12 @@ struct GradientQParams {
 static_assert(sizeof(GradientQParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");
 
 struct Shared {
-    alignas(1024) uint16 q[kPanelsQK][kRows][kPanelColumns];
-    alignas(1024) uint16 d_out[kPanelsV][kRows][kPanelColumns];
+    alignas(1024) uint16 q[kRowStages][kPanelsQK][kRows][kPanelColumns];
+    alignas(1024) uint16 d_out[kRowStages][kPanelsV][kRows][kPanelColumns];
     alignas(1024) uint16 k[kKStages][kPanelsQK][kKvTile][kPanelColumns];
     alignas(1024) uint16 v[kVStages][kPanelsV][kKvTile][kPanelColumns];
     KeyTile key_tiles[kKStages];
-    Item item;
-    alignas(8) uint64 rows_full, rows_empty;
+    Item items[kRowStages];
+    alignas(8) uint64 rows_full[kRowStages], rows_empty[kRowStages];
     uint64 k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };

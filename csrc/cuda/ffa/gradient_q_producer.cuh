@@ -8,26 +8,28 @@ struct Producer {
     Shared& shared;
     Ring<kKStages> k_ring;
     Ring<kVStages> v_ring;
-    uint32 rows_parity = 0;
+    Ring<kRowStages> row_ring;
 
     // Q and dO of an item; of an item without keys only the item itself.
     FFA_DEVICE void load_rows(const Item& item) {
-        mbarrier_wait(&shared.rows_empty, rows_parity ^ 1);
-        rows_parity ^= 1;
-        shared.item = item;
+        const int stage = row_ring.stage;
+        uint64* const full = &shared.rows_full[stage];
+        mbarrier_wait(&shared.rows_empty[stage], row_ring.parity ^ 1);
+        row_ring.advance();
+        shared.items[stage] = item;
         if (item.key_tiles <= 0) {
-            mbarrier_arrive(&shared.rows_full);
+            mbarrier_arrive(full);
             return;
         }
-        mbarrier_arrive_expect_bytes(&shared.rows_full, kRows * (kHeadDim + kVDim) * 2);
+        mbarrier_arrive_expect_bytes(full, kRows * (kHeadDim + kVDim) * 2);
 #pragma unroll
         for (int p = 0; p < kPanelsQK; ++p) {
-            tma_load_4d(shared.q[p], params.q, &shared.rows_full, p * kPanelColumns, item.head, item.row_begin,
-                        item.batch, kEvictFirst);
+            tma_load_4d(shared.q[stage][p], params.q, full, p * kPanelColumns, item.head, item.row_begin, item.batch,
+                        kEvictFirst);
         }
 #pragma unroll
         for (int p = 0; p < kPanelsV; ++p) {
-            tma_load_4d(shared.d_out[p], params.d_out, &shared.rows_full, p * kPanelColumns, item.head, item.row_begin,
+            tma_load_4d(shared.d_out[stage][p], params.d_out, full, p * kPanelColumns, item.head, item.row_begin,
                         item.batch, kEvictFirst);
         }
     }
