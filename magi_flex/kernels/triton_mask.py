@@ -32,7 +32,7 @@ def attends(mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS: tl.co
 
 @triton.jit
 def first_interval(mask, row, row_ok, mask_head, q_len):
-    """(first key, number of keys) of each row's first interval, for :func:`attends_beyond`."""
+    """(first key, number of keys) of each row's first interval."""
     return interval(mask, mask_head.to(tl.int64) * mask[2] * q_len + row, row_ok)
 
 
@@ -41,14 +41,21 @@ def attends_beyond(
     known, mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr
 ):
     """What :func:`attends` says, where the rows' first interval is known."""
-    result = inside(known, col)
-    for slot in tl.static_range(1, SLOTS):
-        at = (mask_head.to(tl.int64) * mask[2] + slot) * q_len + row
-        result = result | inside(interval(mask, at, row_ok & (slot < mask[2])), col)
+    result = in_intervals(known, mask, row, row_ok, col, mask_head, q_len, SLOTS)
     if len(BIT_TILES) > 0:
         bands = tl.cdiv(q_len, BIT_TILES[0])
         row_ptr = mask[3] + mask_head.to(tl.int64) * (bands + 1) + row_0 // BIT_TILES[0]
         result = result | in_bits(row_ptr, mask[4], mask[5], mask[6], row, row_ok, col, col_0, BIT_TILES)
+    return result
+
+
+@triton.jit
+def in_intervals(known, mask, row, row_ok, col, mask_head, q_len, SLOTS: tl.constexpr):
+    """Whether each pair lies in an interval of the row; ``known`` is the first."""
+    result = inside(known, col)
+    for slot in tl.static_range(1, SLOTS):
+        at = (mask_head.to(tl.int64) * mask[2] + slot) * q_len + row
+        result = result | inside(interval(mask, at, row_ok & (slot < mask[2])), col)
     return result
 
 
