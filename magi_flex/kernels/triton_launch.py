@@ -6,7 +6,6 @@ E value head dim, S splits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionOutput, AttentionRequest, IndexMap
 from magi_flex.kernels.triton_backward import delta_kernel, kv_kernel, q_kernel
@@ -29,10 +29,6 @@ _ROW_BYTES = 1 << 13  # of a block of rows in the kernels that only read and add
 def unit_stride(x: Tensor) -> Tensor:
     """``x``, or a copy whose last dimension is contiguous, which is all that the kernels ask for."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache
