@@ -165,9 +165,8 @@ class FfaBackend(Backend):
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
-        # Neighbouring threads have several heads of a row, where heads are packed; backward, several rows of a head.
-        packed = packed_heads(heads // k.shape[1], request.plan.starts.shape[1]) > 1
-        scale, score = scale_and_score(request, backward=False, heads_last=packed)
+        pack = packed_heads(heads // k.shape[1], request.plan.starts.shape[1])
+        scale, score = scale_and_score(request, backward=False, pack=pack)
         if score is None:
             q, scale = positive_scale(q, scale)
         instance = forward_instance(
@@ -256,7 +255,7 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = scale_and_score(request, backward=True, heads_last=False)
+        scale, score = scale_and_score(request, backward=True, pack=1)
         fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
         instance_of = functools.partial(
             backward_instance,
