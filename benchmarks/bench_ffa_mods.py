@@ -32,7 +32,7 @@ from inductor_lowering.torch_compat import item_access_as_index
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import FfaBackend, forward_instance, forward_schedule
-from magi_flex.kernels.ffa_forward import launch_forward
+from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.request import AttentionRequest, Backend, Bias, Distance, ScoreProgram, Softcap
 from magi_flex.kernels.tile_plans import choose_builder
 from magi_flex.kernels.triton_backend import TritonBackend
@@ -202,9 +202,9 @@ def measure_capacity(length: int, dim: int, rounds: int) -> Row:
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
     counted = replace(instance, counted=True)
 
-    def work(kind: object) -> Callable[[], object]:
-        arguments = (q, k, v, plan.intervals, schedule, dim**-0.5, out, lse, None)
-        return lambda: [launch_forward(kind, *arguments) for _ in range(max(1, 8192 // length) ** 2)]  # type: ignore[arg-type]
+    def work(kind: ForwardInstance) -> Callable[[], object]:
+        launch = ForwardLaunch(kind, q, k, v, out, plan.intervals, schedule, dim**-0.5)
+        return lambda: [launch(q, k, v, out, lse, None) for _ in range(max(1, 8192 // length) ** 2)]
 
     timings = interleave({"whole": work(instance), "counted": work(counted)}, repeats=rounds, device="cuda")
     repeat = max(1, 8192 // length) ** 2

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,10 +67,11 @@ class FxProgram:
     ["literal", values, dtype], ["sum", value] (a gradient's sum over all scores), or last ["return", values].
 
     ``steps`` refer to earlier ones by number ({"node": i}).  Devices are not stored: tensor creation runs on the
-    device of the inputs.
+    device of the inputs.  ``memo`` holds what was found out about the program, by whoever found it.
     """
 
     steps: tuple[Any, ...]
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def _literals(self) -> dict[tuple[int, torch.device], Tensor]:

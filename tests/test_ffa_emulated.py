@@ -221,6 +221,7 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ffa, ffa_backward_schedule):
         monkeypatch.setattr(module, "kernel_tile_plan", with_room)
     monkeypatch.setattr(ffa, "has_room", lambda plan: True)
+    monkeypatch.setattr(ffa, "device_schedule", ffa.make_schedule)
     monkeypatch.setattr(ffa_backward_schedule, "objection", lambda *facts: None)
     emulator.install(monkeypatch)
     q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))

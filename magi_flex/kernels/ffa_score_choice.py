@@ -25,6 +25,8 @@ def scale_and_score(request: AttentionRequest, backward: bool, pack: int) -> tup
     Raises ValueError where the mod is no steps and no code can be made of it.
     """
     score, q = request.score, request.q
+    if score.is_identity:
+        return request.scale, None
     lengths = Lengths(q.shape[1], q.shape[2], request.k.shape[2])
     if score.steps is None:
         return request.scale, generated_score(score, q.device, backward, lengths, pack)
