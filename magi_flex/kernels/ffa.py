@@ -128,11 +128,6 @@ class FfaBackend(Backend):
             found.append("gradients of what a score mod captures are not computed")
         return found
 
-    def behind_stock(self, facts: RequestFacts) -> str | None:
-        if facts.score_steps is None:
-            return "generated score mods have not been timed beside PyTorch's kernels"
-        return None
-
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
