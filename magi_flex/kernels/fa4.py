@@ -39,7 +39,7 @@ from magi_flex.kernels.score_split import leading_factors
 LOG2_E = math.log2(math.e)
 ARCHITECTURES = (9, 10, 11)
 # Head dims of keys and values whose kernels ran on a Hopper GPU.
-_RUN_DIMS = ((64, 64), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
+_RUN_DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
 
 
 class Fa4Backend(Backend):
