@@ -20,11 +20,6 @@ template <class C> struct Fragment {
     const int warp = ptx::warp_uniform((threadIdx.x / 32) & 3);
     const int lane = ptx::lane_index();
 
-    FFA_DEVICE void arrive_warp(uint64* barrier) const {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(barrier);
-    }
-
     // scores[64 keys x kRows] = keys queries^T, for K Q^T and V dO^T.
     template <int kColumns>
     FFA_DEVICE void issue_scores(float (&scores)[kScores], const void* keys, const void* queries) const {

@@ -29,11 +29,6 @@ struct Consumer {
     // Its position; behind the last one (such rows are not stored) the last one, because tables must be readable.
     FFA_DEVICE int position(int h) const { return min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1); }
 
-    FFA_DEVICE void release(uint64* barrier) const {
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(barrier);
-    }
-
     // Starts scores = rows keys^T, for Q K^T and dO V^T.
     template <int kColumns>
     FFA_DEVICE void issue_scores(float (&scores)[kKvTile / 2], const void* rows, const void* keys) const {
@@ -109,13 +104,13 @@ struct Consumer {
             if (tile.masked) build_mask(mask, tile);
             wgmma_wait<1>();  // S, and dQ of the tile before
             fence_registers(scores);
-            if (i > 0) release(&shared.k_empty[last_stage]);
+            if (i > 0) arrive_warp(&shared.k_empty[last_stage]);
             make_weights(scores, shift, tile);
             if (tile.masked) mask.apply(scores, 0.0f);
             wgmma_wait<0>();
             fence_registers(d_weights);
-            release(&shared.v_empty[v_ring.stage]);
-            if (i + 1 == item.key_tiles) release(&shared.rows_empty[row_ring.stage]);
+            arrive_warp(&shared.v_empty[v_ring.stage]);
+            if (i + 1 == item.key_tiles) arrive_warp(&shared.rows_empty[row_ring.stage]);
 #pragma unroll
             for (int j = 0; j < kKvTile / 4; ++j) {
                 const float row = delta[j % 2];
@@ -129,7 +124,7 @@ struct Consumer {
         }
         wgmma_wait<0>();
         fence_registers(dq);
-        release(&shared.k_empty[last_stage]);
+        arrive_warp(&shared.k_empty[last_stage]);
     }
 
     FFA_DEVICE void store(const float (&dq)[kHeadDim / 2]) const {
@@ -155,7 +150,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= params.scale;
             } else {
-                release(&shared.rows_empty[row_ring.stage]);
+                arrive_warp(&shared.rows_empty[row_ring.stage]);
             }
             store(dq);
         }
@@ -168,21 +163,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) uint8 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     if (threadIdx.x == 0) {
-        constexpr uint32 kConsumerWarps = 4 * kConsumers;
+        constexpr uint32 kArrivals = 4 * kConsumers * kWarpArrivals;
 #pragma unroll
         for (int s = 0; s < kRowStages; ++s) {
             mbarrier_init(&shared.rows_full[s], 1);
-            mbarrier_init(&shared.rows_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.rows_empty[s], kArrivals);
         }
 #pragma unroll
         for (int s = 0; s < kKStages; ++s) {
             mbarrier_init(&shared.k_full[s], 1);
-            mbarrier_init(&shared.k_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.k_empty[s], kArrivals);
         }
 #pragma unroll
         for (int s = 0; s < kVStages; ++s) {
             mbarrier_init(&shared.v_full[s], 1);
-            mbarrier_init(&shared.v_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.v_empty[s], kArrivals);
         }
         mbarrier_init_fence();
     }
