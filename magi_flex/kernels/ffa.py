@@ -83,6 +83,8 @@ _BACKWARD = {
 _LONG_STEPS = {(64, 64): 128, (128, 128): 80}
 # Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
 _FEW_KEYS = {(64, 64): 832, (128, 128): 832}
+# Items of all query heads of a group that it takes, for each multiprocessor.
+_LEAST_ITEMS = 0.9
 # Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
     (64, 64): (128, 2, 3, 2),
@@ -273,7 +275,9 @@ class FfaBackend(Backend):
         with torch.cuda.device(q.device):
             instance = instance_of(deterministic=fixed_order)
             few: bool | Tensor = False
-            if instance.sum_dq and score is None and request.plan.bit_tiles is None:
+            items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
+            enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
+            if instance.sum_dq and score is None and request.plan.bit_tiles is None and enough:
                 few = has_few_keys(request.plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
             if few is True:
                 fixed_order = True
@@ -461,6 +465,8 @@ def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:
 
     An int32 ``[1]`` on the plan's device where the host would have to wait for it: plans that are built there.
     """
+    if plan.kv_len < limit:
+        return True
 
     def build() -> bool | Tensor:
         if isinstance(plan.structure, Band):

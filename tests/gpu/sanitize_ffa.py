@@ -5,8 +5,8 @@
 
 Needs a Hopper GPU and compute-sanitizer (of the CUDA toolkit) on the path.  Every variant is forward and backward, in a
 process of its own for each tool; what a tool had to say is printed, and the exit status is 1 unless all found nothing.
-Results are compared with float64 as well, since kernels that run so slowly interleave otherwise than usual.  For racecheck
-every lane of a warp arrives at barriers, instead of one on behalf of all (csrc/cuda/ffa/arrive.cuh).
+Results are compared with float64 as well, since kernels that run so slowly interleave otherwise than usual.  For
+racecheck every lane of a warp arrives at barriers, instead of one on behalf of all (csrc/cuda/ffa/arrive.cuh).
 """
 
 from __future__ import annotations

@@ -344,8 +344,9 @@ def device_plans() -> Generator[None]:
 def test_plans_built_on_the_device(way: str, device_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their arrays have room for more key tiles than there are; the kernel counts.  Which kernels make dq is known
     there only."""
-    most_keys = 0 if way == "sums" else 1 << 20
+    most_keys = {"sums": 0, "two kernels": 1025, "fixed order": 0}[way]
     monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys, (128, 128): most_keys})
+    monkeypatch.setattr(ffa, "_LEAST_ITEMS", 0)
     length = 1025
     for name, dim in (("causal", 128), ("document_causal", 128), ("document_causal", 64)):
         dense = make_mask(name, length).dense()
@@ -358,6 +359,7 @@ def test_plans_built_on_the_device(way: str, device_plans: None, monkeypatch: py
 def test_few_keys_or_many_in_one_graph(device_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured call is replayed on other masks, which want other kernels for dq."""
     monkeypatch.setattr(ffa, "_FEW_KEYS", {(128, 128): 100})
+    monkeypatch.setattr(ffa, "_LEAST_ITEMS", 0)
     length = 700
     masks = [make_mask(name, length).dense().cuda() for name in ("causal", "sliding_window")]
     wanted = [RowIntervals.from_dense(mask) for mask in masks]
