@@ -22,8 +22,9 @@ struct Consumer : OutputRows {
             // Rows behind the last one are not stored; their intervals must be readable all the same.
             rows_of_fragment[h] = min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1);
         }
-        mask.from_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
-                            tile.begin, tile.limit);
+        mask.clear();
+        mask.add_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
+                           tile.begin, tile.limit);
         if constexpr (kBitTiles) {
             mask.add_bit_tiles(params.bit_tiles, item.mask, rows_of_fragment, tile.begin, tile.limit);
         }

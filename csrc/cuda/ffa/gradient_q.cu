@@ -20,6 +20,9 @@ struct Consumer {
     const int group;   // warpgroup
     const int thread;  // in the warpgroup
     Item item;
+    // Of the rows of this thread's fragment: statistics, and the first interval.
+    float shift[2], delta[2];
+    int start[2], end[2];
     Ring<kRowStages> row_ring;
     Ring<kKStages> k_ring;
     Ring<kVStages> v_ring;
@@ -59,13 +62,16 @@ struct Consumer {
     FFA_DEVICE void build_mask(FragmentMask<kKvTile>& mask, const KeyTile& tile) const {
         const int64 base = static_cast<int64>(item.mask) * params.intervals * params.q_len;
         const int rows[2] = {position(0), position(1)};
-        mask.from_intervals(params.starts + base, params.ends + base, rows, params.intervals, params.q_len, tile.begin,
-                            tile.limit);
+        mask.clear();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) mask.add_interval(h, start[h], end[h], tile.begin, tile.limit);
+        mask.add_intervals(params.starts + base + params.q_len, params.ends + base + params.q_len, rows,
+                           params.intervals - 1, params.q_len, tile.begin, tile.limit);
         if constexpr (kBitTiles) mask.add_bit_tiles(params.bit_tiles, item.mask, rows, tile.begin, tile.limit);
     }
 
     // S becomes P times the derivative of the score mod.
-    FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const float (&shift)[2], const KeyTile& tile) const {
+    FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const KeyTile& tile) const {
 #pragma unroll
         for (int i = 0; i < kKvTile / 2; ++i) {
             const int h = i / 2 % 2;
@@ -81,15 +87,25 @@ struct Consumer {
         }
     }
 
-    FFA_DEVICE void run_item(float (&dq)[kHeadDim / 2]) {
-        float shift[2], delta[2];
+    // The next item, and what its rows need beside Q and dO.
+    FFA_DEVICE void fetch_item() {
+        mbarrier_wait(&shared.rows_full[row_ring.stage], row_ring.parity);
+        item = shared.items[row_ring.stage];
+        item.key_tiles = warp_uniform(item.key_tiles);
+        if (item.key_tiles <= 0) return;
+        const int plane = (item.batch * params.heads + item.head) / kPack;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int plane = (item.batch * params.heads + item.head) / kPack;
             const int64 row = static_cast<int64>(plane) * params.padded_rows + position(h);
             shift[h] = __ldg(params.row_shift + row * kPack + fragment_row(h) % kPack);
             delta[h] = __ldg(params.row_delta + row * kPack + fragment_row(h) % kPack);
+            const int64 interval = static_cast<int64>(item.mask) * params.intervals * params.q_len + position(h);
+            start[h] = __ldg(params.starts + interval);
+            end[h] = __ldg(params.ends + interval);
         }
+    }
+
+    FFA_DEVICE void run_item(float (&dq)[kHeadDim / 2]) {
         uint32 ds[kKvTile / 4];
         int last_stage = 0;
         for (int i = 0; i < item.key_tiles; ++i) {
@@ -105,7 +121,7 @@ struct Consumer {
             wgmma_wait<1>();  // S, and dQ of the tile before
             fence_registers(scores);
             if (i > 0) arrive_warp(&shared.k_empty[last_stage]);
-            make_weights(scores, shift, tile);
+            make_weights(scores, tile);
             if (tile.masked) mask.apply(scores, 0.0f);
             wgmma_wait<0>();
             fence_registers(d_weights);
@@ -127,23 +143,20 @@ struct Consumer {
         arrive_warp(&shared.k_empty[last_stage]);
     }
 
-    FFA_DEVICE void store(const float (&dq)[kHeadDim / 2]) const {
+    FFA_DEVICE void store(const float (&dq)[kHeadDim / 2], const Item& done) const {
         using Element = SelectType<FFA_WIDE, float, uint16>::type;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = item.row_begin + fragment_row(h) / kPack;
-            Element* const to = static_cast<Element*>(params.dq) + item.batch * params.dq_batch +
-                                (item.head + fragment_row(h) % kPack) * params.dq_head + row * params.dq_row;
-            store_row<kType, kHeadDim>(to, row < item.row_end, dq, h, params.head_dim);
+            const int row = done.row_begin + fragment_row(h) / kPack;
+            Element* const to = static_cast<Element*>(params.dq) + done.batch * params.dq_batch +
+                                (done.head + fragment_row(h) % kPack) * params.dq_head + row * params.dq_row;
+            store_row<kType, kHeadDim>(to, row < done.row_end, dq, h, params.head_dim);
         }
     }
 
     FFA_DEVICE void run() {
-        for (;; row_ring.advance()) {
-            mbarrier_wait(&shared.rows_full[row_ring.stage], row_ring.parity);
-            item = shared.items[row_ring.stage];
-            item.key_tiles = warp_uniform(item.key_tiles);
-            if (item.key_tiles < 0) return;
+        fetch_item();
+        while (item.key_tiles >= 0) {
             float dq[kHeadDim / 2] = {};
             if (item.key_tiles > 0) {
                 run_item(dq);
@@ -152,7 +165,12 @@ struct Consumer {
             } else {
                 arrive_warp(&shared.rows_empty[row_ring.stage]);
             }
-            store(dq);
+            const Item done = item;
+            row_ring.advance();
+            // Where the next rows have a buffer of their own, what they need is on its way while this dQ is written.
+            if constexpr (kRowStages > 1) fetch_item();
+            store(dq, done);
+            if constexpr (kRowStages == 1) fetch_item();
         }
     }
 };
