@@ -1,29 +1,32 @@
 """Time flash-attn-4's kernels as backend "fa4" uses them, forward and backward, beside what the package does alone.
 
-    python -m benchmarks.bench_fa4 [--lengths 8192,...] [--masks full,...,images] [--rounds 7]
+    python -m benchmarks.bench_fa4 [--lengths 8192,...] [--masks full,...,images] [--rounds 5]
 
-Needs a GPU that flash-attn-4 has kernels for.  Everybody runs on a plan made before.  "host_us" is what a call takes
-the host, with an idle GPU.  Sides:
+Needs a GPU that flash-attn-4 has kernels for.  Everybody runs on a plan made before.  Sides:
 
     fa4          the backend as it is: flags, packed documents or interval bits
     bits         the backend with interval bits and block lists for every mask
-    flags        the package's own functions with its flags or packed sequences, where it has any for the mask
-    elements     the package with an interval mask_mod called score by score, and lists of 128 x 128 blocks
+    flags        the package's kernels with its flags or packed sequences, where it has any for the mask
+    elements     the package's kernels with an interval mask_mod called score by score, and lists of 128 x 128 blocks
+
+The package's sides launch the compiled kernels without its interface, so that short calls do not wait for Python.  The
+sides take turns and begin with another one each round: a GPU that was idle runs faster for a while.  "host_us" is what
+a call takes the host, on an idle GPU; for the package's sides in its interface.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.bench_ffa import MASKS, Work, bounds, flash_attention_4
-from benchmarks.bench_ffa_backward import gradients_of
+from benchmarks.bench_ffa import MASKS, Work, bounds
 from benchmarks.harness import RESULTS, Row, attention_tflops, leave, table, write_results
 from benchmarks.workloads import document_lengths
 from inductor_lowering.to_intervals import plan_from_mask_mod
@@ -31,12 +34,14 @@ from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import fa4
 from magi_flex.kernels.fa4 import Fa4Backend, mask_arguments, score_arguments
+from magi_flex.kernels.fa4_launch import watched
 from magi_flex.kernels.fa4_masks import KernelMask
 from magi_flex.kernels.fa4_tiles import BlockSize, block_lists, padded_bounds
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Documents, find_structure
 
-CALLS = 4  # of a side in a row
+SAMPLE_MS = 4.0  # a side runs as long in a row, at least 2 calls
 # Masks that the package has no flags for, beside block causal documents.
 OTHERS = ("sink_window", "document_prefix_lm", "shared_prefix", "images")
 
@@ -66,32 +71,83 @@ def _mask_mod(mask: str, length: int) -> mods.MaskMod:
     return mods.image_blocks(torch.where(place % 2 == 1, place, -1))
 
 
-def elements(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Work, Work]:
-    """Forward and backward with the mask_mod called score by score; tensors are ``[B, rows, heads, dim]``."""
-    interface, arch = fa4.package().interface, fa4.architecture(q.device)
-    arguments: list[dict[str, Any]] = []
+class Side(NamedTuple):
+    """One way to do the work."""
+
+    work: Work
+    in_interface: Work
+
+
+def elements(plan: MaskPlan, arch: int) -> tuple[KernelMask, KernelMask]:
+    """For the forward and the backward: a mask_mod to be called score by score."""
+    masks = []
     for backward in (False, True):
         block = BlockSize(128 if arch // 10 == 9 or backward else 256, 128)
         lists = block_lists(plan, block, transposed=backward)
-        mask = KernelMask({}, None, padded_bounds(plan.intervals), False, lists, block)
-        of_mask = mask_arguments(mask, arch, backward, as_bits=False)
-        of_tables = score_arguments(mask, None, q.transpose(1, 2), backward)
-        arguments.append(of_mask | of_tables | {"softmax_scale": q.shape[3] ** -0.5})
-    out, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=True, **arguments[0])
-    return (
-        lambda: interface._flash_attn_fwd(q, k, v, return_lse=True, **arguments[0]),
-        lambda: interface._flash_attn_bwd(q, k, v, out, d_out, lse, **arguments[1]),
-    )
+        masks.append(KernelMask({}, None, padded_bounds(plan.intervals), False, lists, block))
+    return masks[0], masks[1]
 
 
-def backend(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Work, Work]:
+def flags(plan: MaskPlan) -> tuple[KernelMask, KernelMask] | None:
+    """The same for the package's flags or packed sequences."""
+    structure = find_structure(plan.intervals)
+    if isinstance(structure, Documents):
+        mask = KernelMask({"causal": structure.causal}, structure)
+    elif structure is None:
+        return None
+    elif structure.is_causal:
+        mask = KernelMask({"causal": True})
+    else:
+        mask = KernelMask({"window_size_left": structure.left, "window_size_right": structure.right})
+    return mask, mask
+
+
+def alone(masks: tuple[KernelMask, KernelMask], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Side, Side]:
+    """The package's kernels, forward and backward; tensors are ``[1, rows, heads, dim]``."""
+    interface, arch = fa4.package().interface, fa4.architecture(q.device)
+    scale = q.shape[3] ** -0.5
+    packed = masks[0].documents is not None
+    of_mask = [
+        mask_arguments(mask, arch, backward, as_bits=False) | score_arguments(mask, None, q.transpose(1, 2), backward)
+        for backward, mask in enumerate(masks)
+    ]
+    out = torch.empty_like(d_out)
+    lse = torch.empty(1, q.shape[2], q.shape[1], device=q.device)
+    q, k, v, out, d_out, lse = (x[0] if packed else x for x in (q, k, v, out, d_out, lse))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+
+    def forward() -> None:
+        interface._flash_attn_fwd(q, k, v, out=out, lse=lse, return_lse=True, softmax_scale=scale, **of_mask[0])
+
+    def backward() -> None:
+        interface._flash_attn_bwd(
+            q, k, v, out, d_out, lse, softmax_scale=scale, dq=dq, dk=dk, dv=dv, **of_mask[1]
+        )  # fmt: skip
+
+    sides = []
+    functions = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
+    for work, looked_up_in, given in (
+        (forward, (interface._flash_attn_fwd,), (q, k, v, out, lse)),
+        (backward, functions, (q, k, v, out, d_out, dq, dk, dv, lse)),
+    ):
+        launch = watched(work, looked_up_in, given)
+        assert launch is not None
+        sides.append(Side(functools.partial(launch, *given), work))
+    return sides[0], sides[1]
+
+
+def backend(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Side, Side]:
     """Forward and backward through the backend; ``[B, heads, rows, dim]``, rows before heads in memory."""
     request = AttentionRequest(q, k, v, plan, q.shape[3] ** -0.5, max_score=False)
     result = Fa4Backend().forward(request)
-    return (
-        lambda: Fa4Backend().forward(request),
-        lambda: Fa4Backend().backward(request, result.out, result.lse, d_out, None),
-    )
+
+    def forward() -> None:
+        Fa4Backend().forward(request)
+
+    def backward() -> None:
+        Fa4Backend().backward(request, result.out, result.lse, d_out, None)
+
+    return Side(forward, forward), Side(backward, backward)
 
 
 def without_structure(plan: MaskPlan) -> MaskPlan:
@@ -101,30 +157,39 @@ def without_structure(plan: MaskPlan) -> MaskPlan:
     return MaskPlan(RowIntervals(rows.starts.clone(), rows.ends.clone(), rows.kv_len), structure=unknown)
 
 
-def timed(sides: dict[str, Work], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of the GPU and microseconds of the host for a call of each side, medians over ``rounds``.
+def timed(works: dict[str, Work], rounds: int) -> dict[str, float]:
+    """Milliseconds of the GPU for a call, medians over ``rounds``."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    calls = {name: max(2, round(SAMPLE_MS / _sample(work, 1))) for name, work in works.items()}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(_sample(works[name], calls[name]))
+    return {name: statistics.median(of) for name, of in taken.items()}
 
-    A call goes ahead of those that are timed, and the host is ahead of the GPU from then on.
-    """
-    gpu: dict[str, list[float]] = {name: [] for name in sides}
-    host: dict[str, list[float]] = {name: [] for name in sides}
-    for round_number in range(rounds + 1):
-        for name, work in sides.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                work()
-            taken = 1e6 * (time.perf_counter() - start) / CALLS
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(CALLS):
-                work()
-            end.record()
-            end.synchronize()
-            if round_number:
-                host[name].append(taken)
-                gpu[name].append(begin.elapsed_time(end) / CALLS)
-    return ({name: statistics.median(x) for name, x in of.items()} for of in (gpu, host))  # type: ignore[return-value]
+
+def _sample(work: Work, calls: int) -> float:
+    """Milliseconds of a call, behind one that goes ahead."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work()
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def host_microseconds(work: Work, calls: int = 5) -> float:
+    """Of one call, the least over some."""
+    taken = []
+    torch.cuda.synchronize()
+    for _ in range(calls):
+        start = time.perf_counter()
+        work()
+        taken.append(1e6 * (time.perf_counter() - start))
+    return min(taken)
 
 
 def measure(mask: str, length: int, heads: tuple[int, int], dims: tuple[int, int], rounds: int) -> list[Row]:
@@ -136,26 +201,24 @@ def measure(mask: str, length: int, heads: tuple[int, int], dims: tuple[int, int
     sizes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1]))
     by_row = [torch.randn(1, length, n, dim, device="cuda", dtype=torch.bfloat16) for n, dim in sizes]
     by_head = [x.transpose(1, 2) for x in by_row]
-    leaves = [x.detach().clone().requires_grad_() for x in by_row[:3]]
-    sides: dict[str, tuple[Work | None, Work | None]] = {
-        "fa4": backend(plan, by_head[0], by_head[1], by_head[2], by_head[3]),
-        "elements": elements(plan, by_row[0], by_row[1], by_row[2], by_row[3]),
+    sides = {
+        "fa4": backend(plan, *by_head),
+        "elements": alone(elements(plan, fa4.architecture(by_row[0].device)), *by_row),
     }
-    if mask in MASKS:
-        sides["bits"] = backend(without_structure(plan), by_head[0], by_head[1], by_head[2], by_head[3])
-        flags = flash_attention_4(by_head[0], by_head[1], by_head[2], mask)
-        with_leaves = flash_attention_4(*(x.transpose(1, 2) for x in leaves), mask)
-        sides["flags"] = (flags, gradients_of(with_leaves, leaves, by_head[3]))
+    flagged = flags(plan)
+    if flagged is not None:
+        sides["bits"] = backend(without_structure(plan), *by_head)
+        sides["flags"] = alone(flagged, *by_row)
     rows = []
+    area = plan.area()
     for number, direction in enumerate(("fwd", "bwd")):
-        works = {name: pair[number] for name, pair in sides.items()}
-        ms, host = timed({name: work for name, work in works.items() if work is not None}, rounds)
-        area = plan.area()
+        here = {name: pair[number] for name, pair in sides.items()}
+        ms = timed({name: side.work for name, side in here.items()}, rounds)
         rate = {name: attention_tflops(area, heads[0], *dims, direction, value) for name, value in ms.items()}
         beside = {name: value for name, value in rate.items() if name != "fa4"}
         more: dict[str, Any] = {
             "intervals": plan.intervals.max_intervals,
-            "host_us": {name: round(value, 1) for name, value in host.items()},
+            "host_us": {name: round(host_microseconds(side.in_interface), 1) for name, side in here.items()},
         }
         more |= {"v_dim": dims[1]} if dims[0] != dims[1] else {}
         given = (f"{heads[0]}:{heads[1]}", dims[0], "bfloat16", direction)
@@ -165,11 +228,11 @@ def measure(mask: str, length: int, heads: tuple[int, int], dims: tuple[int, int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="8192,1024,2048,32768")
+    parser.add_argument("--lengths", default="8192,2048,32768,1024")
     parser.add_argument("--masks", default=",".join((*MASKS, *OTHERS)))
     parser.add_argument("--dims", default="128:128")
     parser.add_argument("--heads", default="64:8")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where fa4_attention.json is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave
 from benchmarks.workloads import document_lengths
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import forward_instance, forward_schedule
-from magi_flex.kernels.ffa_forward import launch_forward
+from magi_flex.kernels.ffa_forward import ForwardLaunch
 from magi_flex.mask_plan import MaskPlan
 
 WINDOW, BLOCK = 1024, 2048
@@ -98,9 +98,9 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, 
     schedule = forward_schedule(plan, instance)
     out = torch.empty(1, heads, length, v_dim, **kind)
     lse = torch.empty(1, heads, length, device="cuda")
-    scale = head_dim**-0.5
+    launch = ForwardLaunch(instance, q, k, v, out, plan.intervals, schedule, head_dim**-0.5)
     sides: dict[str, Work | None] = {
-        "ffa": lambda: launch_forward(instance, q, k, v, plan.intervals, schedule, scale, out, lse, None),
+        "ffa": lambda: launch(q, k, v, out, lse, None),
         "cudnn": cudnn(q, k, v, mask),
         "fa4": flash_attention_4(q, k, v, mask),
     }

@@ -1,16 +1,17 @@
 """Time score mods, bit tiles and plans with unused capacity in the Hopper kernels (backend "ffa").
 
-    python -m benchmarks.bench_ffa_mods [--length 8192] [--dim 128] [--beside]
+    python -m benchmarks.bench_ffa_mods [--length 8192] [--dim 128] [--mods softcap,t5] [--masks causal,varlen_causal]
+                                        [--beside flex,triton]
 
-Every mod is run as generated code, and as steps where it has them; a plain call stands beside all of them, and with
-``--beside`` PyTorch's compiled FlexAttention and our Triton kernels with the same mod.  Times are
-of the backend's forward and backward with plans made before, causal, in turns; the figure is the median over rounds.
+Every mod is run as the steps that it is recognised as, where there are such, and as generated code; a plain call stands
+beside all of them, and with ``--beside`` PyTorch's compiled FlexAttention and our Triton kernels with the same mod.
+Times are of the backend's forward and backward with plans made before, in turns; the figure is the median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,20 +23,26 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.bench_ffa import bounds
 from benchmarks.bench_ffa_backward import gradients_of
 from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
+from benchmarks.workloads import document_lengths
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import item_access_as_index
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import FfaBackend, forward_instance, forward_schedule
-from magi_flex.kernels.ffa_forward import launch_forward
-from magi_flex.kernels.request import AttentionRequest, Distance, ScoreProgram, Softcap
+from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
+from magi_flex.kernels.request import AttentionRequest, Backend, Bias, Distance, ScoreProgram, Softcap
 from magi_flex.kernels.tile_plans import choose_builder
 from magi_flex.kernels.triton_backend import TritonBackend
 from magi_flex.mask_plan import MaskPlan
 
 HEADS, KV_HEADS = 64, 8
+MODS = (
+    *("none", "softcap", "alibi", "t5", "relative_table", "query_temperature", "soft_documents"),
+    "bit_tiles",  # no mod, but timed like one: half of the mask's pairs, at random
+)
 
 
 def general(mod: Callable[..., Tensor], *captures: Tensor) -> ScoreProgram:
@@ -57,31 +64,34 @@ def general(mod: Callable[..., Tensor], *captures: Tensor) -> ScoreProgram:
     return ScoreProgram(None, score_program(programs[0]), joint_program(programs[1]), captures, needs_grad)
 
 
-def user_mods(length: int) -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-    """name -> (function from captured tensors to a score mod, captured tensors)."""
-    buckets = torch.randn(HEADS, 32, device="cuda")
-    document = torch.arange(length, device="cuda").div(700, rounding_mode="floor").int()
-    relative = torch.randn(HEADS, 2 * length, device="cuda").bfloat16()
+Mod = tuple[Callable[..., Any], tuple[Tensor, ...]]  # a function from captured tensors to a score mod; captured tensors
 
+
+def user_mods(length: int) -> dict[str, Mod]:
     def soft_documents(document: Tensor) -> Callable[..., Tensor]:
         return lambda s, b, h, q, k: torch.where(document[q] == document[k], s, s - 3.0)
 
+    document = torch.arange(length, device="cuda").div(700, rounding_mode="floor").int()
+    relative = torch.randn(HEADS, 2 * length, device="cuda").bfloat16()
+    scaling = torch.arange(1, length + 1, device="cuda").log()
     return {
         "softcap": (lambda: mods.softcap(20.0), ()),
         "alibi": (mods.alibi, (mods.alibi_slopes(HEADS, "cuda"),)),
-        "t5": (mods.t5_bias, (buckets,)),
+        "t5": (mods.t5_bias, (torch.randn(HEADS, 32, device="cuda"),)),
         "relative_table": (lambda table: mods.relative_table(table, length), (relative,)),
+        "query_temperature": (mods.query_temperature, (scaling,)),
         "soft_documents": (soft_documents, (document,)),
     }
 
 
-def score_programs(length: int) -> dict[str, ScoreProgram]:
-    slopes = mods.alibi_slopes(HEADS, "cuda")
+def step_programs(length: int) -> dict[str, ScoreProgram]:
+    """The mods that are recognised as steps, as those."""
+    _, (relative,) = user_mods(length)["relative_table"]
     return {
         "none": ScoreProgram(),
-        "softcap_steps": ScoreProgram(steps=(Softcap(20.0),)),
-        "alibi_steps": ScoreProgram(steps=(Distance(-slopes, True),)),
-        **{name: general(mod, *captures) for name, (mod, captures) in user_mods(length).items()},
+        "softcap": ScoreProgram(steps=(Softcap(20.0),)),
+        "alibi": ScoreProgram(steps=(Distance(-mods.alibi_slopes(HEADS, "cuda"), True),)),
+        "relative_table": ScoreProgram(steps=(Bias(relative, (0, 2 * length, 1, -1), length),)),
     }
 
 
@@ -95,92 +105,94 @@ def tensors(length: int, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, d_out
 
 
-def causal(length: int) -> MaskPlan:
-    ends = torch.arange(1, length + 1, dtype=torch.int32, device="cuda").view(1, 1, 1, -1)
-    return MaskPlan(RowIntervals(torch.zeros_like(ends), ends, length))
+def plan_of(mask: str, length: int) -> MaskPlan:
+    starts, ends = (x.cuda().view(1, 1, 1, -1) for x in bounds(mask, length))
+    return MaskPlan(RowIntervals(starts, ends, length))
 
 
-def requests(length: int, dim: int) -> dict[str, AttentionRequest]:
+def mask_mod_of(mask: str, length: int) -> Callable[..., Tensor]:
+    if mask == "causal":
+        return mods.causal()
+    assert mask == "varlen_causal", "the masks that are timed beside others"
+    return mods.document_causal(mods.documents_from_lengths(document_lengths(length), device="cuda")[0])
+
+
+def requests(mod: str, mask: str, length: int, dim: int) -> dict[str, AttentionRequest]:
+    """How a backend can be asked: "plain" without the mod, "steps", "code", "bit tiles"."""
     q, k, v, _ = tensors(length, dim)
-    found = {
-        name: AttentionRequest(q, k, v, causal(length), dim**-0.5, score)
-        for name, score in score_programs(length).items()
-    }
-    row = torch.arange(length, device="cuda")
-    half = (row <= row[:, None]) & (torch.rand(length, length, device="cuda") < 0.5)
-    found["bit_tiles"] = replace(found["none"], plan=MaskPlan.from_dense(half[None, None]))
+    plain = AttentionRequest(q, k, v, plan_of(mask, length), dim**-0.5)
+    if mod == "bit_tiles":
+        row = torch.arange(length, device="cuda")
+        half = (row <= row[:, None]) & (torch.rand(length, length, device="cuda") < 0.5)
+        return {"plain": plain, "bit tiles": replace(plain, plan=MaskPlan.from_dense(half[None, None]))}
+    found = {"plain": plain}
+    steps, code = step_programs(length), user_mods(length)
+    if mod in steps:
+        found["steps"] = replace(plain, score=steps[mod])
+    if mod in code:
+        found["code"] = replace(plain, score=general(code[mod][0], *code[mod][1]))
     return found
 
 
-def others(asked: dict[str, AttentionRequest], d_out: Tensor) -> dict[str, dict[str, dict[str, Any]]]:
-    """direction -> who -> mod -> the same work by others; everybody has run once."""
-    q, k, v = asked["none"].q, asked["none"].k, asked["none"].v
-    length = q.shape[2]
-    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
-    found: dict[str, dict[str, Any]] = {direction: {"flex": {}, "triton": {}} for direction in ("fwd", "bwd")}
-    triton = TritonBackend()
-    for name, (mod, captures) in {"none": (lambda: None, ()), **user_mods(length)}.items():
-        torch._dynamo.reset()
-        flex = torch.compile(flex_attention, fullgraph=True)
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        score_mod = mod(*captures)
-
-        def stock(*operands: Tensor, flex: Any = flex, score_mod: Any = score_mod) -> Tensor:
-            return flex(*operands, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
-
-        result = triton.forward(asked[name])
-        found["fwd"]["flex"][name] = lambda stock=stock: stock(q, k, v)
-        found["bwd"]["flex"][name] = gradients_of(lambda stock=stock, x=leaves: stock(*x), leaves, d_out)
-        found["fwd"]["triton"][name] = partial(triton.forward, asked[name])
-        found["bwd"]["triton"][name] = partial(triton.backward, asked[name], result.out, result.lse, d_out, None)
-        for direction in found:
-            for who in found[direction]:
-                found[direction][who][name]()
-        torch.cuda.synchronize()
-        print(f"{name}: others are ready", flush=True)
-    return found
+Sides = dict[str, dict[str, Callable[[], object]]]  # direction -> who -> the work
 
 
-def measure(length: int, dim: int, rounds: int, beside: bool) -> list[Row]:
-    backend, d_out = FfaBackend(), tensors(length, dim)[3]
-    asked = requests(length, dim)
-    with ThreadPoolExecutor(8) as pool:  # compile side by side
-        results = dict(zip(asked, pool.map(backend.forward, asked.values()), strict=True))
+def of_backend(backend: Backend, request: AttentionRequest, d_out: Tensor) -> tuple[Callable[[], object], ...]:
+    """Forward and backward; both have run once."""
+    result = backend.forward(request)
+    works = partial(backend.forward, request), partial(backend.backward, request, result.out, result.lse, d_out, None)
+    works[1]()
+    return works
 
-    def backward(name: str) -> object:
-        return backend.backward(asked[name], results[name].out, results[name].lse, d_out, None)
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(backward, asked))
+def of_stock(mod: str, mask: str, length: int, request: AttentionRequest, d_out: Tensor) -> tuple[Any, ...]:
+    bind, captures = user_mods(length).get(mod, (lambda: None, ()))
+    block_mask = create_block_mask(mask_mod_of(mask, length), None, None, length, length, device="cuda")
+    torch._dynamo.reset()
+    flex, score_mod = torch.compile(flex_attention, fullgraph=True), bind(*captures)
+    leaves = [x.detach().clone().requires_grad_() for x in (request.q, request.k, request.v)]
+
+    def stock(*operands: Tensor) -> Tensor:
+        return flex(*operands, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+
+    forward = partial(stock, request.q, request.k, request.v)
+    forward()
+    return forward, gradients_of(lambda: stock(*leaves), leaves, d_out)
+
+
+def sides(mod: str, mask: str, length: int, dim: int, beside: Sequence[str]) -> Sides:
+    """All that is timed for a mod; everybody has run once."""
+    asked, d_out = requests(mod, mask, length, dim), tensors(length, dim)[3]
+    with ThreadPoolExecutor(4) as pool:  # compile side by side
+        works = dict(zip(asked, pool.map(lambda x: of_backend(FfaBackend(), x, d_out), asked.values()), strict=True))
+    last = asked[next(reversed(asked))]
+    if "triton" in beside:
+        works["triton"] = of_backend(TritonBackend(), last, d_out)
+    if "flex" in beside:
+        works["flex"] = of_stock(mod, mask, length, asked["plain"], d_out)
     torch.cuda.synchronize()
-    rows = []
-    directions = {"fwd": lambda name: lambda: backend.forward(asked[name]), "bwd": lambda name: lambda: backward(name)}
-    more = others(asked, d_out) if beside else {direction: {} for direction in directions}
-    for direction, work in directions.items():
-        candidates = {f"ffa {name}": work(name) for name in asked}
-        candidates |= {f"{who} {name}": x for who, named in more[direction].items() for name, x in named.items()}
-        timings = interleave(candidates, repeats=rounds, device="cuda")
-        area = asked["none"].plan.area()  # half of it for the bit tiles, all of which is computed
+    return {direction: {who: work[i] for who, work in works.items()} for i, direction in enumerate(("fwd", "bwd"))}
+
+
+def measure(mod: str, mask: str, length: int, dim: int, found: Sides, rounds: int) -> list[Row]:
+    area, rows = plan_of(mask, length).area(), []  # bit tiles: the area that is computed, of which they attend to half
+    for direction, works in found.items():
+        timings = interleave(works, repeats=rounds, device="cuda")
         rates = {
-            key: attention_tflops(area, HEADS, dim, dim, direction, timing.median_ms) for key, timing in timings.items()
+            who: attention_tflops(area, HEADS, dim, dim, direction, timing.median_ms) for who, timing in timings.items()
         }
-        for name in asked:
-            mod = name.removesuffix("_steps")
-            same = {who: rates[f"{who} {mod}"] for who in more[direction] if f"{who} {mod}" in rates}
-            rows.append(
-                Row(
-                    *("score_mod", "ffa", name, length, f"{HEADS}:{KV_HEADS}", dim, "bfloat16", direction),
-                    *(timings[f"ffa {name}"].median_ms, rates[f"ffa {name}"]),
-                    {"no score mod": rates["ffa none"]} | same,
-                )
-            )
+        for how in ("plain",) if mod == "none" else [x for x in ("steps", "code", "bit tiles") if x in rates]:
+            kind = ("score_mod", "ffa", mask, length, f"{HEADS}:{KV_HEADS}", dim, "bfloat16", direction)
+            beside = {who: rate for who, rate in rates.items() if who != how}
+            more = {"score mod": mod, "as": how}
+            rows.append(Row(*kind, timings[how].median_ms, rates[how], beside, more))
     return rows
 
 
 def measure_capacity(length: int, dim: int, rounds: int) -> Row:
     """One schedule with unused capacity, walked to its end or to the number that is read on the device."""
     q, k, v, _ = tensors(length, dim)
-    plan = causal(length)
+    plan = plan_of("causal", length)
     instance = forward_instance(q.dtype, dim, dim, HEADS // KV_HEADS, 1, rows=HEADS * length)
     before = choose_builder("device")
     try:
@@ -190,9 +202,9 @@ def measure_capacity(length: int, dim: int, rounds: int) -> Row:
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
     counted = replace(instance, counted=True)
 
-    def work(kind: object) -> Callable[[], object]:
-        arguments = (q, k, v, plan.intervals, schedule, dim**-0.5, out, lse, None)
-        return lambda: [launch_forward(kind, *arguments) for _ in range(max(1, 8192 // length) ** 2)]  # type: ignore[arg-type]
+    def work(kind: ForwardInstance) -> Callable[[], object]:
+        launch = ForwardLaunch(kind, q, k, v, out, plan.intervals, schedule, dim**-0.5)
+        return lambda: [launch(q, k, v, out, lse, None) for _ in range(max(1, 8192 // length) ** 2)]
 
     timings = interleave({"whole": work(instance), "counted": work(counted)}, repeats=rounds, device="cuda")
     repeat = max(1, 8192 // length) ** 2
@@ -209,15 +221,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--beside", action="store_true", help="also time others with the same mods")
+    parser.add_argument("--mods", default=",".join(MODS))
+    parser.add_argument("--masks", default="causal,varlen_causal")
+    parser.add_argument("--beside", default="", help="flex, triton or both: others with the same mods")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_mods.json is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         leave("needs a Hopper GPU")
     rows = [measure_capacity(length, args.dim, args.rounds) for length in (2048, args.length)]
-    print(table(rows), flush=True)
-    rows += measure(args.length, args.dim, args.rounds, args.beside)
+    for mask in args.masks.split(","):
+        for mod in args.mods.split(","):
+            beside = () if mod == "bit_tiles" else args.beside.split(",")
+            work = sides(mod, mask, args.length, args.dim, beside)
+            rows += measure(mod, mask, args.length, args.dim, work, args.rounds)
+            print(f"{mask}, {mod}: done", flush=True)
     print(table(rows))
     print("written:", write_results("ffa_mods", rows, args.directory))
 

@@ -1,12 +1,20 @@
 """Host time of one attention call on a GPU: what the processor spends before it can enqueue the next one.
 
-    python -m benchmarks.bench_host [--size 1024] [--directory OUT]
+    python -m benchmarks.bench_host [--size 1024] [--ways kernel,op,...] [--directory OUT]
 
 ``ms`` is the wall time of one of many calls, with the device far from being the bottleneck; ``device_ms`` the time
-between CUDA events around the same calls, which is more where launches are late.  The ways to call: ``kernel``
-(Backend.forward with a cached plan), ``eager`` (flex_attention as it is), ``compiled``, ``graph``
-(mode="reduce-overhead"); beside each the same call left to PyTorch's own kernels.  Target: 0.06 ms for a forward whose
-plan is cached.
+between CUDA events around the same calls, which is more where launches are late.  The ways to call, each forward and
+with the backward pass:
+
+- ``kernel``: Backend.forward (or backward alone) with a cached plan;
+- ``request``: what comes before it, the request with its checks and routing;
+- ``op``: the operator that a compiled graph calls, with the handle of a cached plan;
+- ``plan``: the operator that gives the handle, for a mask that is the same as before;
+- ``eager``: flex_attention as it is; ``compiled``; ``graph`` (mode="reduce-overhead"); beside the last two the same
+  call left to PyTorch's own kernels;
+- ``new mask``: ``compiled`` with other documents in every call, the BlockMask made beforehand.
+
+Target: 0.06 ms for a forward whose plan is cached.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +31,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import magi_flex
+import magi_flex.ops  # the operators
 from benchmarks.harness import RESULTS, Row, leave, table, write_results
+from inductor_lowering.capture import trace_mask_mod
 from magi_flex import mods
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.kernels.route import facts_of, route
+from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+WAYS = ("kernel", "request", "op", "plan", "eager", "compiled", "graph", "new mask")
+Work = Callable[[], object]
 
 
-def host_and_device_ms(work: Callable[[], object], calls: int, rounds: int) -> tuple[float, float]:
+def host_and_device_ms(work: Work, calls: int, rounds: int) -> tuple[float, float]:
     """Medians over the rounds, a call: wall time of enqueueing, and time between events."""
     for _ in range(10):
         work()
@@ -50,76 +63,110 @@ def host_and_device_ms(work: Callable[[], object], calls: int, rounds: int) -> t
     return statistics.median(wall), statistics.median(device)
 
 
-def ways_to_call(
-    leaves: list[Tensor], mask: Any, backward: bool, backend: str
-) -> dict[str, tuple[Callable[[], object], Callable[[], object] | None]]:
-    """Name -> (one call, the same left to PyTorch's own kernels)."""
-    q, k, v = leaves
-    d_out = torch.randn_like(q)
+def mask_of(size: int, documents: int) -> Any:
+    ids = torch.arange(size, device="cuda") * documents // size
+    return magi_flex.create_block_mask(mods.document_causal(ids), None, None, size, size, "cuda")
 
-    def call(mode: str | None, options: dict[str, str]) -> Callable[[], object]:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
 
-        function = attend if mode == "eager" else torch.compile(attend, fullgraph=True, dynamic=False, mode=mode)
+def flex_call(leaves: list[Tensor], masks: Iterator[Any], mode: str | None, backward: bool, backend: str) -> Work:
+    """A call of flex_attention with the next mask; ``mode``: "eager", or of torch.compile."""
+    options = {"magi_backend": backend}
 
-        def once() -> object:
-            if mode == "reduce-overhead":
-                torch.compiler.cudagraph_mark_step_begin()
-            out = function(q, k, v)
-            return torch.autograd.grad(out, leaves, d_out) if backward else out
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
 
-        return once
+    function = attend if mode == "eager" else torch.compile(attend, fullgraph=True, dynamic=False, mode=mode)
+    d_out = torch.randn_like(leaves[0])
 
-    ours, stock = {"magi_backend": backend}, {"magi_backend": "stock"}
+    def once() -> object:
+        if mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        out = function(*leaves, next(masks))
+        return torch.autograd.grad(out, leaves, d_out) if backward else out
+
+    return once
+
+
+def repeated(mask: Any) -> Iterator[Any]:
+    while True:
+        yield mask
+
+
+def parts_of_a_call(leaves: list[Tensor], mask: Any, backward: bool, backend: str) -> dict[str, Work]:
+    """What a call is made of."""
+    q, k, v = (x.detach() for x in leaves)
+    size, d_out = q.shape[2], torch.randn_like(q)
     plan = magi_flex.plan(mask)
-    request = AttentionRequest(*(x.detach() for x in leaves), plan=plan, scale=DIM**-0.5, max_score=False)
-    kernel = route(facts_of(request, backward), backend)
-    found = {}
-    if not backward:
-        found["kernel"] = lambda: kernel.forward(request), None
-        found["eager"] = call("eager", ours), None
-    found["compiled"] = call(None, ours), call(None, stock)
-    found["graph"] = call("reduce-overhead", ours), call("reduce-overhead", stock)
-    return found
+    request = AttentionRequest(q, k, v, plan=plan, scale=DIM**-0.5, max_score=False)
+    kernel = route(facts_of(request, True), backend)
+    program, captures = trace_mask_mod(mask.mask_mod, q.device)
+    order, tensors, ints = split_captures(captures)
+    spec = MaskSpec(program.to_json(), order).to_json()
+    plan_arguments = (tensors, ints, spec, 1, HEADS, size, size, q.device)
+    handle = torch.ops.magi_flex.plan_handle.default(*plan_arguments)
+    shared = (handle, tensors, ints, spec, [], [], ScoreSpec().to_json(), DIM**-0.5, backend)
+    order4 = [3, 2, 1, 0]
+    forward = kernel.forward(request)
+
+    def request_and_route() -> object:
+        again = AttentionRequest(q, k, v, plan=plan, scale=DIM**-0.5, max_score=False)
+        return route(facts_of(again, True), backend)
+
+    if backward:
+        given = (q, k, v, forward.out, forward.lse, d_out, None)
+        orders = (order4, order4, order4)
+        return {
+            "kernel": lambda: kernel.backward(request, forward.out, forward.lse, d_out, None),
+            "op": lambda: torch.ops.magi_flex.attention_backward.default(*given, *shared, *orders),
+        }
+    return {
+        "kernel": lambda: kernel.forward(request),
+        "request": request_and_route,
+        "op": lambda: torch.ops.magi_flex.attention.default(q, k, v, *shared, True, order4, False),
+        "plan": lambda: torch.ops.magi_flex.plan_handle.default(*plan_arguments),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024)
-    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--directory", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         leave("a GPU is needed")
-    size, rows = options.size, []
-    ids = torch.arange(size, device="cuda") // (size // 3 + 1)
+    size, backend, rows = options.size, options.backend, []
     with magi_flex.enable(plans="device"):
-        mask = magi_flex.create_block_mask(mods.document_causal(ids), None, None, size, size, "cuda")
+        mask = mask_of(size, 3)
         for backward in (False, True):
             shapes = ((1, heads, size, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
             leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=backward) for s in shapes]
-            direction = "fwd+bwd" if backward else "fwd"
-            for name, (ours, stock) in ways_to_call(leaves, mask, backward, options.backend).items():
-                host, device = host_and_device_ms(ours, options.calls, options.rounds)
+            parts = parts_of_a_call(leaves, mask, backward, backend)
+            for name in options.ways.split(","):
+                calls, rounds, masks = options.calls, options.rounds, repeated(mask)
+                if name == "new mask":
+                    calls, rounds = 20, 3
+                    masks = iter([mask_of(size, 2 + i) for i in range(calls * rounds + 10)])
+                mode = {"graph": "reduce-overhead", "eager": "eager"}.get(name)
+                if name not in ("eager", "compiled", "graph", "new mask") and name not in parts:
+                    continue
+                ours = parts.get(name) or flex_call(leaves, masks, mode, backward, backend)
+                host, device = host_and_device_ms(ours, calls, rounds)
                 beside = {}
-                if stock is not None:
-                    beside["stock"] = host_and_device_ms(stock, options.calls, options.rounds)[0]
+                if name in ("compiled", "graph"):
+                    stock = flex_call(leaves, masks, mode, backward, "stock")
+                    beside["stock"] = host_and_device_ms(stock, calls, rounds)[0]
+                direction = "fwd" if not backward else "bwd" if name in parts else "fwd+bwd"
+                more = {"call": name, "device_ms": device}
                 rows.append(
                     Row(
-                        "host",
-                        options.backend,
-                        "documents, causal",
-                        size,
-                        f"{HEADS}:{KV_HEADS}",
-                        DIM,
-                        "bfloat16",
-                        direction,
-                        ms=host,
+                        *("host", backend, "documents, causal", size, f"{HEADS}:{KV_HEADS}", DIM, "bfloat16"),
+                        *(direction, host),
                         beside=beside,
-                        more={"call": name, "device_ms": device},
+                        more=more,
                     )
                 )
                 print(name, direction, f"{1e3 * host:.1f} us host, {1e3 * device:.1f} us device", beside, flush=True)

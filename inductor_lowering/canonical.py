@@ -95,6 +95,12 @@ def example_of(one_batch: bool, one_head: bool, slots: int, searches: int) -> Ca
 
 def expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
     """The result as a list of distinct operations, operands first, and the captures in the order of their first use."""
+    if "expression" not in program.memo:
+        program.memo["expression"] = _expression(program)
+    return program.memo["expression"]
+
+
+def _expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
     argument_of = {at: n for n, at in enumerate(i for i, step in enumerate(program.steps) if step[0] == "arg")}
     entries: dict[Any, int] = {}
     used: list[int] = []

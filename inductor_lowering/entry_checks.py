@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inductor_lowering import captured_floats
 from inductor_lowering.torch_compat import current_compiler
-from magi_flex.kernels.checks import check_inputs
+from magi_flex.kernels.checks import Layout, check_inputs
 
 ACTIVE_BACKEND: str | None = None  # what enable() chose
 COMPILERS: list[Callable[..., Any]] = []  # functions that compile with our kernels whether enabled or not
@@ -51,7 +51,7 @@ def _served_on_cpu(query: Tensor) -> bool:
 
 def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
     if serving():
-        check_inputs(query, key, value)
+        check_inputs(Layout.of(query, key, value))
     if not _served_on_cpu(query):
         _stock_validate_device(query, key, value)
 

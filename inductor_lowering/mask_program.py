@@ -151,6 +151,7 @@ class MaskProgram:
 
     def _read(self, program: FxProgram) -> int:
         needed = _needed_steps(program)
+        calls = self._known_calls(program)
         args = 0
         for at, raw in enumerate(program.steps):
             if raw[0] == "arg":
@@ -167,8 +168,18 @@ class MaskProgram:
                 numbers = [self._stand_in(self._decode(x)) for x in raw[2]]
                 self.steps.append(Step("capture", args=(PYTHON_FUNCTIONS[raw[1]](*numbers),)))
             else:
-                self.steps.append(self._call(raw))
+                if at not in calls:
+                    calls[at] = self._call(raw)
+                self.steps.append(calls[at])
         raise UnsupportedMask("mask_mod: the program has no result")
+
+    def _known_calls(self, program: FxProgram) -> dict[int, Step]:
+        """Steps that call operators, by number; the program remembers them for captures of this kind, as finding out
+        what an operator returns takes longer than the operator."""
+        kinds = [(c.dtype, c.shape) if isinstance(c, Tensor) else c for c in self.captures]
+        if any(isinstance(x, torch.SymInt) for x in kinds):
+            return {}
+        return program.memo.setdefault(("calls", self.device, *kinds), {})
 
     def _literal(self, value: Any, dtype: torch.dtype) -> Tensor:
         """Numbers are written by the device itself, so that nothing has to be copied to it."""

@@ -21,6 +21,10 @@ from inductor_lowering.mask_program import MaskProgram, Ref
 from inductor_lowering.static_intervals import AND_NAMES, NotStatic, solver_of, static_intervals
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import device_plans
+from magi_flex.kernels.cuda_driver import on_device
+
+_LANES = 256
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class LabelledIntervals:
 
     def packed(self) -> tuple[RowIntervals, Tensor]:
         """(intervals, whether they are the mask, a bool tensor): they hold more where a label returns."""
+        if self.key_labels.is_cuda and device_plans.missing() is None:
+            return self.packed_by_kernel()
         kv_len = self.rest.kv_len
         labels_BHK, order_BHK = self.key_labels.sort(dim=-1, stable=True)
         rows_BHQ = self.row_labels
@@ -54,6 +60,25 @@ class LabelledIntervals:
         returns_BHQ = (end_BHQ - begin_BHQ != count_BHQ) & ~missing_BHQ
         attends_BHQ = (intervals.starts < intervals.ends).any(2)
         return intervals, ~(returns_BHQ & attends_BHQ).any()
+
+    def packed_by_kernel(self) -> tuple[RowIntervals, Tensor]:
+        """:meth:`packed` in a few launches, without tables of the rows' runs."""
+        from magi_flex.kernels.label_runs_triton import rows_in_runs
+
+        kv_len, rows_BHQ = self.rest.kv_len, self.row_labels.contiguous()
+        rest = [x.contiguous() for x in (self.rest.starts, self.rest.ends)]
+        starts, ends = (torch.empty_like(x) for x in rest)
+        returns = torch.zeros((), dtype=torch.int32, device=starts.device)
+        batch, heads, slots, q_len = starts.shape
+        if starts.numel():
+            labels_BHK, order_BHK = self.key_labels.sort(dim=-1, stable=True)
+            grid = (-(-q_len // _LANES), batch * heads)
+            with on_device(starts.device):
+                rows_in_runs[grid](
+                    *(labels_BHK, order_BHK, rows_BHQ, *rest, starts, ends, returns),
+                    *(q_len, kv_len, slots, kv_len.bit_length(), _LANES),
+                )
+        return RowIntervals(starts, ends, kv_len), returns == 0
 
 
 def labelled_intervals(

@@ -6,9 +6,10 @@ Works on a graph's nodes (compiled) and on real tensors (eager) alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch._inductor.config as inductor_config
@@ -30,6 +31,7 @@ from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
 from magi_flex.score_steps import step_types
 from magi_flex.sharded_mask import find_handle
 
+T = TypeVar("T")
 STOCK = "stock"
 WHOLE_SEQUENCE_BLOCK = 1 << 30  # FlexAttention's block size when there is no block mask
 _CONSTANT_TRUE = {("aten::full", 1), ("aten::new_full", 2), ("aten::new_ones", None)}
@@ -80,8 +82,8 @@ def translate(
     """
     mask = _program("mask_mod", FxProgram.from_graph, mask_mod)
     forward = _program("score_mod", score_program, score_mod)
-    backward = None if joint is None else _program("score_mod", joint_program, joint).to_json()
-    handle = find_handle(mask_mod, call.mask_captures)
+    backward = None if joint is None else _json(joint, _program("score_mod", joint_program, joint))
+    handle = _once(mask_mod, "handle", lambda: find_handle(mask_mod, call.mask_captures))
     if handle is not None and not is_sharded(
         mask, [x.meta["val"] if isinstance(x, Node) else x for x in call.mask_captures]
     ):
@@ -89,35 +91,53 @@ def translate(
             "block_mask: combines the mask_mod of a ContextParallel with something else, which would be lost; "
             "combine the masks first and give the result to ContextParallel"
         )
-    selection = split_selection(forward) if handle is None else None
+    selection = None
+    if handle is None:
+        selection = _once(score_mod, "selection", lambda: split_selection(forward))
     if selection is not None and selection.reads_tables and _value(call.q).device.type != "cpu":
         selection = None  # reading out of bounds, at pairs that the mask leaves out, could not be caught
     order, tensors, ints = split_captures(call.score_captures)
     score: ScoreInputs = ScoreSpec(), [], []
     if forward.steps[-1] != ["return", {"node": 0}] or any(needs_grad):
-        recipe = recognise(forward if selection is None else selection.rest, order)
+        rest = forward if selection is None else selection.rest
+        recipe = _once(score_mod, ("recipe", order, selection is None), lambda: recognise(rest, order))
         steps = None if recipe is None else json.dumps(recipe)
-        score = ScoreSpec(forward.to_json(), backward, order, needs_grad, steps), tensors, ints
+        score = ScoreSpec(_json(score_mod, forward), backward, order, needs_grad, steps), tensors, ints
     if handle is not None:
         return (MaskSpec(None, "t", sharded=True), [call.mask_captures[handle]], []), score
-    return _mask_inputs(call, mask, selection), score
+    return _mask_inputs(call, mask_mod, mask, selection), score
+
+
+_facts: WeakKeyDictionary[GraphModule, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def _once(graph: GraphModule, what: Hashable, find: Callable[[], T]) -> T:
+    """``find()``, once for each graph: eager calls bring the same ones again and again."""
+    known = _facts.setdefault(graph, {})
+    if what not in known:
+        known[what] = find()
+    return known[what]
 
 
 def _program(name: str, make: Callable[[GraphModule], FxProgram], graph: GraphModule) -> FxProgram:
     try:
-        return make(graph)
+        return _once(graph, "program", lambda: make(graph))
     except UnsupportedProgram as error:
         raise Stock(f"{name}: {error}") from error
 
 
-def _mask_inputs(call: HopCall, program: FxProgram, selection: Selection | None) -> MaskInputs:
+def _json(graph: GraphModule, program: FxProgram) -> str:
+    return _once(graph, "json", program.to_json)
+
+
+def _mask_inputs(call: HopCall, graph: GraphModule, program: FxProgram, selection: Selection | None) -> MaskInputs:
     args = call.block_mask
     lists = [] if _visits_everything(call) else [args.kv_num_blocks, args.kv_indices]
     if lists and args.full_kv_num_blocks is not None:
         lists += [args.full_kv_num_blocks, args.full_kv_indices]
     always_true = _is_always_true(program)
     order, tensors, ints = split_captures(() if always_true else call.mask_captures)
-    spec = MaskSpec(None if always_true else program.to_json(), order, bool(lists), len(lists) == 4)
+    spec = MaskSpec(None if always_true else _json(graph, program), order, bool(lists), len(lists) == 4)
     tensors, ints = [*lists, *tensors], [*([args.q_block, args.kv_block] if lists else []), *ints]
     if selection is not None:
         order, more_tensors, more_ints = split_captures([call.score_captures[i] for i in selection.captures])

@@ -5,10 +5,11 @@ Ops carry the program as a JSON string, so that a compiled graph (and a cached o
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,10 +67,16 @@ class FxProgram:
     ["literal", values, dtype], ["sum", value] (a gradient's sum over all scores), or last ["return", values].
 
     ``steps`` refer to earlier ones by number ({"node": i}).  Devices are not stored: tensor creation runs on the
-    device of the inputs.
+    device of the inputs.  ``memo`` holds what was found out about the program, by whoever found it.
     """
 
     steps: tuple[Any, ...]
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @functools.cached_property
+    def _literals(self) -> dict[tuple[int, torch.device], Tensor]:
+        """Constant tensors that were made, by step and device."""
+        return {}
 
     @staticmethod
     def from_graph(module: GraphModule) -> FxProgram:
@@ -163,7 +170,7 @@ class FxProgram:
         def keep(tile: Tensor) -> Tensor:
             return tile if attended is None else torch.where(attended, tile, 0)
 
-        for step in self.steps:
+        for number, step in enumerate(self.steps):
             kind = step[0]
             if kind == "arg":
                 values.append(next(remaining))
@@ -172,7 +179,10 @@ class FxProgram:
             elif kind == "python":
                 values.append(PYTHON_FUNCTIONS[step[1]](*decode(step[2])))
             elif kind == "literal":
-                values.append(torch.tensor(decode(step[1]), dtype=getattr(torch, step[2]), device=device))
+                if (number, device) not in self._literals:
+                    data = torch.tensor(decode(step[1]), dtype=getattr(torch, step[2]), device="cpu")
+                    self._literals[number, device] = constant_on(device, data)
+                values.append(self._literals[number, device])
             elif kind == "sum":
                 values.append(keep(decode(step[1])).sum())
             elif step[1] == "flex_lib::zeros_and_scatter":
@@ -186,6 +196,20 @@ class FxProgram:
                 kwargs = {k: decode(v) for k, v in step[4].items() if not (isinstance(v, dict) and "omit" in v)}
                 values.append(op(*decode(step[3]), **kwargs))
         raise UnsupportedProgram("the graph has no output")
+
+
+def constant_on(device: torch.device, data: Tensor) -> Tensor:
+    """A copy of ``data``, which lies on the CPU.
+
+    Raises RuntimeError while a CUDA graph is captured, which could not hold the copy.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "score_mod, mask_mod: a constant tensor has to be copied to the GPU, which a CUDA graph cannot hold; run "
+            "the same call once before the graph is captured"
+        )
+    with torch.inference_mode(False):
+        return data.to(device)
 
 
 def _index(source: Tensor, indices: list[Tensor], attended: Tensor | None) -> Tensor:

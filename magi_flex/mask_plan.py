@@ -7,7 +7,10 @@ Shape legend: B mask batch, H mask head (1 = shared), T row tiles, Q query rows,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +32,13 @@ class MaskPlan:
     """An exact mask in O(tokens) memory.  Rows that have bit tiles have no intervals, and the other way round.
 
     ``structure`` is given where it is known without looking at the intervals; None says nothing about the mask.
+    ``memo`` holds what kernels derive from the plan, as long as it lives (``kernels/plan_cache.py``).
     """
 
     intervals: RowIntervals
     bit_tiles: BitTiles | None = None
     structure: Structure | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def from_dense(mask_BHQK: Tensor, max_intervals: int = CHEAP_INTERVALS) -> MaskPlan:
@@ -68,6 +73,17 @@ class MaskPlan:
     @property
     def device(self) -> torch.device:
         return self.intervals.starts.device
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the plan consists of."""
+        bits = self.bit_tiles
+        return self.starts, self.ends, *(() if bits is None else (bits.row_ptr, bits.cols, bits.slot, bits.bits))
+
+    @functools.cached_property
+    def counts_changes(self) -> bool:
+        """Whether its tensors count writes to them, which inference tensors do not."""
+        return not any(x.is_inference() for x in self.tensors)
 
     @property
     def nbytes(self) -> int:

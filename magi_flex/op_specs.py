@@ -21,7 +21,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
-from magi_flex.kernels.request import ScoreProgram
+from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
@@ -127,9 +127,15 @@ class MaskSpec:
 
         The mask may leave out such pairs; then the score mod's own graph, which looks at attended pairs only, selects.
         """
+        if self.is_full:
+            return BuiltMask(full_plan(q_len, kv_len, device))
+        # Inference tensors do not count their changes: nothing that kernels derive from them could be kept.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._build(tensors, ints, (batch, heads, q_len, kv_len), device)
+
+    def _build(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device) -> BuiltMask:
         from inductor_lowering.to_intervals import UnsupportedMask, restrict_by_program
 
-        sizes = (batch, heads, q_len, kv_len)
         if self.selection is None:
             return BuiltMask(self._mask_plan(tensors, ints, sizes, device))
         mask_tensors, mask_ints = (
@@ -138,7 +144,7 @@ class MaskSpec:
         captures = join_captures(self.selection_order, tensors[len(mask_tensors) :], ints[len(mask_ints) :])
         plan = self._mask_plan(mask_tensors, mask_ints, sizes, device)
         try:
-            return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, batch, heads))
+            return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, *sizes[:2]))
         except (IndexError, UnsupportedMask) as error:
             logger.info("score_mod: its -inf selection is not made part of the mask: %s", error)
             return BuiltMask(plan, selected=False)
@@ -151,13 +157,14 @@ class MaskSpec:
 
         batch, heads, q_len, kv_len = sizes
         own = self if self.selection is None else replace(self, selection=None, selection_order="")
-        if objection(device, has_bit_tiles=False) is None:
+        # (Without lists plan_with_report tries the same.)
+        if self.lists and objection(device, has_bit_tiles=False) is None:
             intervals = own._quick_intervals(tensors, ints, sizes, device)
             if intervals is not None:
                 return MaskPlan(intervals)
         partial = full = None
         if self.lists:
-            count = 4 if self.full_lists else 2
+            count = self._list_count
             lists, tensors = tensors[:count], tensors[count:]
             block_size, ints = (ints[0], ints[1]), ints[2:]
             check_mask_shape(lists[0].shape[:2], batch, heads)
@@ -167,7 +174,7 @@ class MaskSpec:
             if self.full_lists:
                 full = BlockRows.from_lists(lists[2], lists[3], block_size, q_len, kv_len)
         elif self.program is None:
-            return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
+            return full_plan(q_len, kv_len, device)
         captures = join_captures(self.order, tensors, ints)
         program = _program(self.program)
         plan = plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
@@ -237,12 +244,13 @@ class MaskSpec:
         from inductor_lowering.static_intervals import NotStatic, static_intervals
 
         sizes = (batch, heads, q_len, kv_len)
-        lists, captures = self._lists_and_captures(tensors, ints, sizes)
+        captures = self._known_captures(tensors, ints, sizes)
         if self.program is None:
             if self.lists:
                 raise NotStatic("block lists alone")
             return RowIntervals.full(q_len, kv_len, device), None
         intervals = static_intervals(_program(self.program), captures, *sizes, device)
+        lists = self._listed_blocks(tensors, ints, sizes)
         return intervals, None if lists is None else agreement(MaskPlan(intervals), *lists)
 
     def labelled_mask(
@@ -264,12 +272,12 @@ class MaskSpec:
         from inductor_lowering.static_intervals import NotStatic
 
         sizes = (batch, heads, q_len, kv_len)
-        lists, captures = self._lists_and_captures(tensors, ints, sizes)
+        captures = self._known_captures(tensors, ints, sizes)
         if self.program is None:
             raise NotStatic("no mask_mod")
         labels = labelled_intervals(_program(self.program), captures, *sizes, device)
         intervals, holds = labels.packed()
-        blocks = None
+        blocks, lists = None, self._listed_blocks(tensors, ints, sizes)
         if lists is not None:
             _, partial, full = lists
             holds = holds & agreement(MaskPlan(intervals), *lists)
@@ -278,14 +286,11 @@ class MaskSpec:
                 blocks = torch.where(full, torch.full_like(blocks, 2), blocks)
         return LabelledMask(intervals, holds, labels, blocks)
 
-    def _lists_and_captures(
-        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes
-    ) -> tuple[tuple[tuple[int, int], Tensor, Tensor | None] | None, tuple[Any, ...]]:
-        """(block size, which blocks are listed as partial, and as full) or None without lists; the mask_mod's captures.
+    def _known_captures(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes) -> tuple[Any, ...]:
+        """The mask_mod's captures.
 
         Raises NotStatic where the intervals of the mask cannot be had without reading from the device.
         """
-        from inductor_lowering.block_lists import listed_blocks
         from inductor_lowering.static_intervals import NotStatic
 
         if self.sharded:
@@ -294,14 +299,43 @@ class MaskSpec:
             raise NotStatic("a condition of the score mod")
         if not all(isinstance(size, int) for size in (*sizes, *ints)):
             raise NotStatic("a size that is not known")
+        if self.lists:
+            tensors, ints = tensors[self._list_count :], ints[2:]
+        return join_captures(self.order, tensors, ints)
+
+    @property
+    def _list_count(self) -> int:
+        return 4 if self.full_lists else 2
+
+    def _listed_blocks(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes
+    ) -> tuple[tuple[int, int], Tensor, Tensor | None] | None:
+        """(block size, which blocks are listed as partial, and as full) or None without lists."""
+        from inductor_lowering.block_lists import listed_blocks
+
         if not self.lists:
-            return None, join_captures(self.order, tensors, ints)
-        count = 4 if self.full_lists else 2
-        lists, tensors = tensors[:count], tensors[count:]
-        block_size, ints = (ints[0], ints[1]), ints[2:]
-        check_mask_shape(lists[0].shape[:2], *sizes[:2])
-        listed = [listed_blocks(*lists[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
-        return (block_size, listed[0], listed[1] if self.full_lists else None), join_captures(self.order, tensors, ints)
+            return None
+        block_size = (ints[0], ints[1])
+        check_mask_shape(tensors[0].shape[:2], *sizes[:2])
+        count = self._list_count
+        listed = [listed_blocks(*tensors[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
+        return block_size, listed[0], listed[1] if self.full_lists else None
+
+
+def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
+    """The plan of a call without a mask: the same one in every call, as there is nothing that it could follow.
+
+    One that is made while a CUDA graph is captured is filled by the graph's replays alone, so it is not kept.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _full_plan.__wrapped__(q_len, kv_len, device)
+    return _full_plan(q_len, kv_len, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
+    with torch.inference_mode(False):
+        return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
 
 
 def _without_shared_memory(plan: MaskPlan, tensors: Sequence[Tensor]) -> MaskPlan:
@@ -358,7 +392,7 @@ class ScoreSpec:
         are left out where one is wanted.
         """
         if self.forward is None:
-            return ScoreProgram()
+            return IDENTITY
         captures = join_captures(self.order, tensors, ints)
         steps = None
         if self.recipe is not None and selected and sizes is not None and not any(self.needs_grad):

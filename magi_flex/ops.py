@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
-from magi_flex.kernels.checks import check_inputs
+from magi_flex.kernels.checks import Layout, check_inputs
 from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
@@ -183,19 +184,22 @@ def plan_labels(
     """As ``plan_intervals``, of a mask by labels (MaskSpec.labelled_mask), empty where the intervals are not the mask,
     and the tensors of a LabelledAttention, which then is."""
     mask = MaskSpec.from_json(spec).labelled_mask(tensors, ints, batch, heads, q_len, kv_len, device)
-    starts = torch.where(mask.holds, mask.intervals.starts, kv_len)
-    ends = torch.where(mask.holds, mask.intervals.ends, 0)
-    labels = mask.labels
-    wanted = (~mask.holds).to(torch.int32).view(1)
-    rest = (labels.rest.starts, labels.rest.ends, labels.row_labels, labels.key_labels)
-    found = (
-        starts,
-        ends,
-        _scratch(mask.intervals),
-        *(x.clone(memory_format=torch.contiguous_format) for x in rest),
-        wanted,
-    )
-    return [*found] if mask.blocks is None else [*found, mask.blocks]
+    return _label_values(mask, tensors)
+
+
+def _label_values(mask: LabelledMask, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+    """What ``plan_labels`` gives: tensors that share no memory with its inputs or one another."""
+    kv_len, labels = mask.intervals.kv_len, mask.labels
+    found = [torch.where(mask.holds, mask.intervals.starts, kv_len), torch.where(mask.holds, mask.intervals.ends, 0)]
+    found.append(_scratch(mask.intervals))
+    taken = {x.untyped_storage()._cdata for x in inputs}
+    for x in (labels.rest.starts, labels.rest.ends, labels.row_labels, labels.key_labels):
+        storage = x.untyped_storage()._cdata
+        shared = storage in taken or not x.is_contiguous()
+        found.append(x.clone(memory_format=torch.contiguous_format) if shared else x)
+        taken.add(storage)
+    found.append((~mask.holds).to(torch.int32).view(1))
+    return found if mask.blocks is None else [*found, mask.blocks]
 
 
 @torch.library.register_fake("magi_flex::plan_labels", lib=_library)
@@ -207,12 +211,9 @@ def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore
 
 
 def label_tensors(mask: LabelledMask) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what ``plan_labels`` gives."""
-    rest = tuple(mask.labels.rest.starts.shape)
-    intervals = interval_tensors(tuple(mask.intervals.starts.shape), mask.intervals.kv_len)
-    labels = [(tuple(x.shape), x.dtype) for x in (mask.labels.row_labels, mask.labels.key_labels)]
-    found = [*intervals, (rest, torch.int32), (rest, torch.int32), *labels, ((1,), torch.int32)]
-    return found if mask.blocks is None else [*found, (tuple(mask.blocks.shape), torch.int8)]
+    """Shapes and dtypes of what ``plan_labels`` gives, for a mask on the meta device."""
+    with unset_fake_temporarily():
+        return [(tuple(x.shape), x.dtype) for x in _label_values(mask)]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -222,8 +223,9 @@ def _request(
     q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan, scale: float, score: ScoreProgram, max_score: bool = False
 ) -> AttentionRequest:
     """Keys and values may have batch size 1 for all queries."""
-    check_inputs(q, k, v)
-    k, v = (x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
+    if k.shape[0] != q.shape[0]:
+        check_inputs(Layout.of(q, k, v))
+        k, v = (x.expand(q.shape[0], *x.shape[1:]) for x in (k, v))
     return AttentionRequest(q, k, v, plan, scale, score, max_score=max_score)
 
 

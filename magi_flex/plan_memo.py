@@ -89,4 +89,4 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().flatten().view(torch.uint8)
+    return x.detach().reshape(-1).view(torch.uint8)

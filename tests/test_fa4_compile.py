@@ -15,8 +15,8 @@ from benchmarks.fa4_compile import CASES, RESULTS, Case
 
 _missing = fa4_compile.missing()
 needs_package = pytest.mark.skipif(_missing is not None, reason=str(_missing))
-# Bytes of spills that the package's block list kernels have by themselves, and more with masks score by score.
-SM100_FRAME = {"forward": 104, "backward": 192}
+# Bytes of spills: the package's block list kernels have 88 and 72 by themselves.
+SM100_FRAME = {"forward": 104, "backward": 72}
 
 
 def main_kernel(row: dict[str, Any]) -> dict[str, Any]:
@@ -31,8 +31,7 @@ def check_bits(case: Case, row: dict[str, Any]) -> None:
         assert found["HGMMA"] and found["R2P"] and not found["LDL"] and code["frame_bytes"] == 0
     else:
         assert found["UTCHMMA"] and code["frame_bytes"] <= SM100_FRAME[case.direction]
-        # Words are only asked for in the forward.
-        assert found["R2P"] >= 64 or case.direction == "backward"
+        assert found["R2P"] >= (64 if case.direction == "forward" else 8)
 
 
 @needs_package
@@ -55,6 +54,4 @@ def test_what_was_recorded() -> None:
             check_bits(case, row)
             single = rows[case.arch, Case(case.arch, case.direction, masking="element").name]
             assert main_kernel(row)["frame_bytes"] <= main_kernel(single)["frame_bytes"]
-            assert (
-                main_kernel(row)["operations"]["ISETP"] < main_kernel(single)["operations"]["ISETP"] or place[0] == 100
-            )
+            assert main_kernel(row)["operations"]["ISETP"] < main_kernel(single)["operations"]["ISETP"] / 4

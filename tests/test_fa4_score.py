@@ -13,7 +13,8 @@ import magi_flex
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels import tiled_torch
 from magi_flex.kernels.fa4_score import kernel_score
-from magi_flex.kernels.fa4_trace import trace_forward, unknown_operators
+from magi_flex.kernels.fa4_trace import trace_forward
+from magi_flex.kernels.fa4_walk import unknown_operators
 from magi_flex.kernels.request import Bias, Distance, Multiply, ScoreProgram, Softcap
 from tests.cases.score_mods import SCORE_MODS
 from tests.compiling import attend

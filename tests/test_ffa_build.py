@@ -18,7 +18,6 @@ from magi_flex.kernels.ffa import compiled_head_dims, forward_instance, tma_read
 from magi_flex.kernels.ffa_schedule import make_schedule
 from magi_flex.kernels.ffa_score import kernel_score
 from magi_flex.kernels.ffa_split import key_parts, split_plan
-from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import (
     Bias,
     Distance,
@@ -247,34 +246,6 @@ def test_leading_factors_join_the_scale() -> None:
     assert factors() == (0.5, ())
     assert factors(Multiply(2.0), Multiply(-3.0)) == (-3.0, ())
     assert factors(Multiply(2.0), Softcap(1.0), Multiply(4.0)) == (1.0, (Softcap(1.0), Multiply(4.0)))
-
-
-def test_what_is_derived_from_a_plan_follows_its_contents() -> None:
-    intervals = RowIntervals.full(8, 8)
-    built: list[int] = []
-
-    def area() -> int:
-        built.append(0)
-        return intervals.area()
-
-    assert derived(MaskPlan(intervals), "area", area) == 64
-    assert derived(MaskPlan(intervals), "area", area) == 64
-    assert len(built) == 1
-    intervals.ends.sub_(4)
-    assert derived(MaskPlan(intervals), "area", area) == 32
-    assert derived(MaskPlan(intervals), "other", area) == 32
-    assert len(built) == 3
-    with torch.inference_mode():
-        inference = RowIntervals.full(8, 8)
-    assert derived(MaskPlan(inference), "area", area) == derived(MaskPlan(inference), "area", area)
-    assert len(built) == 5
-
-
-def test_memory_that_is_used_again_is_another_plan() -> None:
-    for length in range(1, 40):
-        plan = MaskPlan(RowIntervals.full(16, length))
-        assert derived(plan, "area", plan.area) == 16 * length
-        del plan
 
 
 def test_a_cpu_request_is_told_why() -> None:

@@ -221,6 +221,7 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ffa, ffa_backward_schedule):
         monkeypatch.setattr(module, "kernel_tile_plan", with_room)
     monkeypatch.setattr(ffa, "has_room", lambda plan: True)
+    monkeypatch.setattr(ffa, "device_schedule", ffa.make_schedule)
     monkeypatch.setattr(ffa_backward_schedule, "objection", lambda *facts: None)
     emulator.install(monkeypatch)
     q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
@@ -232,5 +233,6 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # The host does not look at such a plan: a flag on the device says which kernels make dq, and all are launched.
     for most_keys in (0, kv_len):
         monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys})
+        request = replace(request, plan=MaskPlan(RowIntervals.from_dense(torch.cat(masks))))
         assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
         check_backward(request, d_out)

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
+from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import SOURCES
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_generated_score import generated_score
-from magi_flex.kernels.request import IndexMap, RequestFacts, ScoreProgram
+from magi_flex.kernels.ffa_score import KernelScore
+from magi_flex.kernels.ffa_score_choice import scale_and_score
+from magi_flex.kernels.request import AttentionRequest, Bias, IndexMap, Multiply, RequestFacts, ScoreProgram, Softcap
+from magi_flex.kernels.score_distance import Lengths
 from magi_flex.kernels.score_split import has_linear_gradient
+from magi_flex.mask_plan import MaskPlan
 from tests.cases.score_mods import SCORE_MODS, ScoreMod, make_score_mod
 from tests.cases.score_programs import program_of_case, traced_score
 from tests.emulation.emulator import COMPILER, HERE
@@ -98,6 +103,11 @@ CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
         )
     ),
     "rounding": _mod(lambda s, b, h, q, k: s + torch.floor(s) + torch.ceil(s) + torch.round(s) + torch.trunc(s)),
+    "tanh": _mod(lambda s, b, h, q, k: torch.tanh(s * (0.02 * q + 0.005 * k)) + 0.0 * s),
+    # One unit in the last place would be another block.
+    "blocks": _mod(
+        lambda s, b, h, q, k: s + ((q * 23 + k) / 7).floor() - torch.ceil((q + k) / 3) + q % 4 - (k - q) // 8 * h
+    ),
     "powers": _mod(
         lambda s, b, h, q, k: s**2 + s**3 + (s.abs() + 1) ** 0.5 + (s.abs() + 1) ** -1.7 + (1 + s * s) ** -1
     ),
@@ -138,9 +148,13 @@ def in_torch(score: ScoreProgram, program: FxProgram, *grad: Tensor) -> Tensor:
     return torch.where(inside, value, torch.nan)
 
 
+def code_of(score: ScoreProgram, backward: bool, heads_last: bool = False) -> KernelScore:
+    return generated_score(score, CPU, backward, Lengths(HEADS, Q_LEN, KV_LEN), heads_last)
+
+
 def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """(results, slopes) of the generated code of each program."""
-    kernels = {name: generated_score(score, CPU, backward=True) for name, score in scores.items()}
+    kernels = {name: code_of(score, True, number % 2 == 1) for number, (name, score) in enumerate(scores.items())}
     mods = []
     for name, kernel in kernels.items():
         assert kernel.generated is not None
@@ -183,8 +197,9 @@ def test_code_means_what_torch_means(tmp_path: Path) -> None:
         result, slope = found[name]
         assert score.forward is not None and score.joint is not None
         expected = in_torch(score, score.forward).expand(SIZES)
+        tolerance = 3e-7 if name == "tanh" else 3e-6
         torch.testing.assert_close(
-            result, expected, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            result, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
         derivative = in_torch(score, score.joint, torch.ones(SIZES)).expand(SIZES)
         inside = ~expected.isnan()
@@ -196,12 +211,12 @@ def test_code_means_what_torch_means(tmp_path: Path) -> None:
 def test_new_contents_are_the_same_code() -> None:
     bind, captures = CASES["numbers"]
     score = traced_score(bind, captures)
-    first = generated_score(score, CPU, backward=False)
+    first = code_of(score, False)
     other = replace(score, captures=(torch.tensor(9.0, dtype=torch.float64), torch.tensor(1), torch.tensor(False)))
-    second = generated_score(other, CPU, backward=False)
+    second = code_of(other, False)
     assert first.generated is second.generated and first.values != second.values
     wider = replace(score, captures=(torch.tensor(9.0), *captures[1:]))
-    assert generated_score(wider, CPU, backward=False).generated != first.generated
+    assert code_of(wider, False).generated != first.generated
 
 
 class Clipped(torch.autograd.Function):
@@ -232,4 +247,27 @@ def test_only_multiples_of_the_gradient() -> None:
 def test_what_has_no_code_is_refused() -> None:
     score = traced_score(lambda: lambda score, b, h, q, k: torch.round(score, decimals=2))
     with pytest.raises(ValueError, match="rounding to decimals.*choose another backend"):
-        generated_score(score, CPU, backward=False)
+        code_of(score, False)
+
+
+def test_steps_that_read_tables_are_code() -> None:
+    table = torch.randn(HEADS, Q_LEN + KV_LEN - 1)
+    score = traced_score(lambda t: lambda s, b, h, q, k: s + t[h, q - k + KV_LEN - 1], (table,))
+    bias = Bias(table, (0, table.shape[1], 1, -1), KV_LEN - 1)
+    q, k = torch.zeros(BATCH, HEADS, Q_LEN, 8), torch.zeros(BATCH, HEADS, KV_LEN, 8)
+    plan = MaskPlan(RowIntervals.full(Q_LEN, KV_LEN))
+    rounded = traced_score(lambda: lambda s, b, h, q, k: torch.round(s, decimals=2))
+    for steps, program, code in (
+        ((bias,), score, True),
+        ((Multiply(2.0), bias), score, True),
+        ((Softcap(2.0), bias), score, False),
+        ((Softcap(2.0),), score, False),
+        ((bias,), ScoreProgram(), False),
+        ((bias,), rounded, False),
+    ):
+        request = AttentionRequest(q, k, k, plan, 0.5, replace(program, steps=steps))
+        for backward in (False, True):
+            scale, found = scale_and_score(request, backward, True)
+            assert found is not None and (found.generated is not None) == code
+            assert code or len(found.kinds) == len(steps)
+            assert scale == 0.5

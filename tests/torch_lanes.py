@@ -1,4 +1,4 @@
-"""The operations of a traced score mod (magi_flex.kernels.fa4_trace.Lanes) on torch tensors."""
+"""The operations of a traced score mod (magi_flex.kernels.fa4_walk.Lanes) on torch tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_flex.kernels.fa4_trace import BINARY, COMPARE, FLOAT_UNARY
+from magi_flex.kernels.fa4_walk import BINARY, COMPARE, FLOAT_UNARY
 
 _BINARY = {
     "add": torch.add,

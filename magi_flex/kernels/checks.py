@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from magi_flex.mask_plan import MaskPlan
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+class Layout(NamedTuple):
+    """Query, key and value apart from what they hold and where: a kernel prepared for one serves all of its layout."""
+
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    devices: tuple[torch.device, torch.device, torch.device]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+        return Layout(
+            (q.shape, k.shape, v.shape),
+            (q.stride(), k.stride(), v.stride()),
+            (q.dtype, k.dtype, v.dtype),
+            (q.device, k.device, v.device),
+        )
+
+
+def check_inputs(layout: Layout) -> None:
     """Raises ValueError unless q ``[B, H, Q, D]``, k ``[B or 1, G, K, D]`` and v ``[B or 1, G, K, E]`` fit together."""
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: is {list(x.shape)}; [batch, heads, length, head_dim] is needed")
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{name}: is {x.dtype}; a floating point dtype is needed, so convert it with .to()")
-        if x.device != q.device:
-            raise ValueError(f"{name}: is on {x.device}, but query is on {q.device}; move them to one device")
-    batch, heads, _, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    if k.shape[0] not in (1, batch) or k.shape[3] != head_dim:
-        raise ValueError(
-            f"key: is {list(k.shape)}; [{batch} or 1, heads, length, {head_dim}] is needed for query {list(q.shape)}"
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"value: is {list(v.shape)}; [{k.shape[0]}, {kv_heads}, {kv_len}, any] is needed for key {list(k.shape)}"
-        )
+    q_device = layout.devices[0]
+    for name, shape, dtype, device in zip(
+        ("query", "key", "value"), layout.shapes, layout.dtypes, layout.devices, strict=True
+    ):
+        if len(shape) != 4:
+            raise ValueError(f"{name}: is {list(shape)}; [batch, heads, length, head_dim] is needed")
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name}: is {dtype}; a floating point dtype is needed, so convert it with .to()")
+        if device != q_device:
+            raise ValueError(f"{name}: is on {device}, but query is on {q_device}; move them to one device")
+    q, k, v = layout.shapes
+    batch, heads, _, head_dim = q
+    kv_heads, kv_len = k[1:3]
+    if k[0] not in (1, batch) or k[3] != head_dim:
+        raise ValueError(f"key: is {list(k)}; [{batch} or 1, heads, length, {head_dim}] is needed for query {list(q)}")
+    if v[:3] != k[:3]:
+        raise ValueError(f"value: is {list(v)}; [{k[0]}, {kv_heads}, {kv_len}, any] is needed for key {list(k)}")
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
             f"query: has {heads} heads, which is no multiple of the {kv_heads} heads of key and value; every key head "
             f"must serve the same number of query heads"
         )
+
+
+check_known_inputs = functools.lru_cache(maxsize=1024)(check_inputs)
+"""As check_inputs, which it remembers, for launch paths."""
 
 
 def check_mask_shape(sizes: Sequence[int], batch: int, heads: int) -> None:
@@ -45,15 +70,19 @@ def check_mask_shape(sizes: Sequence[int], batch: int, heads: int) -> None:
             )
 
 
-def check_plan(plan: MaskPlan, q: Tensor, k: Tensor) -> None:
+def check_plan(plan: MaskPlan, layout: Layout) -> None:
     """Raises ValueError unless the plan is for these lengths, batch and heads, on the same device."""
-    if (plan.q_len, plan.kv_len) != (q.shape[2], k.shape[2]):
+    (batch, heads, q_len, _), (_, _, kv_len, _), _ = layout.shapes
+    starts = plan.starts
+    mask_batch, mask_heads, _, mask_q_len = starts.shape
+    if (mask_q_len, plan.kv_len) != (q_len, kv_len):
         raise ValueError(
-            f"block_mask: is for {plan.q_len} queries and {plan.kv_len} keys, but query and key have {q.shape[2]} and "
-            f"{k.shape[2]}; make it again for these lengths"
+            f"block_mask: is for {plan.q_len} queries and {plan.kv_len} keys, but query and key have {q_len} and "
+            f"{kv_len}; make it again for these lengths"
         )
-    check_mask_shape(plan.starts.shape[:2], q.shape[0], q.shape[1])
+    check_mask_shape((mask_batch, mask_heads), batch, heads)
     if plan.bit_tiles is not None:
-        check_mask_shape(plan.bit_tiles.row_ptr.shape[:2], q.shape[0], q.shape[1])
-    if plan.device != q.device:
-        raise ValueError(f"block_mask: is on {plan.device}, but query is on {q.device}; move it with block_mask.to()")
+        check_mask_shape(plan.bit_tiles.row_ptr.shape[:2], batch, heads)
+    device = layout.devices[0]
+    if starts.device != device:
+        raise ValueError(f"block_mask: is on {plan.device}, but query is on {device}; move it with block_mask.to()")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -151,20 +152,29 @@ class ParameterBlock:
         self._offset = self.address - start
         self._rest_offset = self._offset + maps * TENSOR_MAP_BYTES
         self._rest = rest
+        self._moved_to: list[int | None] = [None] * maps  # addresses that the maps were last moved to
         self.pointers = (ctypes.c_void_p * 1)(self.address)
 
     def set_map(self, index: int, encoded: bytes) -> None:
         begin = self._offset + index * TENSOR_MAP_BYTES
         self._memory[begin : begin + TENSOR_MAP_BYTES] = encoded
+        self._moved_to[index] = None
 
     def move_map(self, index: int, address: int) -> None:
         """Let map ``index`` describe another tensor of the same sizes and strides."""
+        if self._moved_to[index] == address:
+            return
         code = _driver().cuTensorMapReplaceAddress(self.address + index * TENSOR_MAP_BYTES, address)
         if code:
             _check(code, "moving a tensor map")
+        self._moved_to[index] = address
 
     def set_rest(self, *values: int | float) -> None:
         self._rest.pack_into(self._memory, self._rest_offset, *values)
+
+    def set_part(self, offset: int, part: struct.Struct, *values: int | float) -> None:
+        """Set what ``part`` packs, ``offset`` bytes behind the maps."""
+        part.pack_into(self._memory, self._rest_offset + offset, *values)
 
 
 def tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
@@ -208,6 +218,16 @@ def is_tma_ready(x: Tensor) -> bool:
 def _is_layout_ready(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
     stepped = [stride * item for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
     return (shape[-1] == 1 or strides[-1] == 1) and all(s % 16 == 0 and 0 < s < 1 << 40 for s in stepped)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """The device, if it is a GPU, is current; nothing to do, which takes less time, where it is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def capture_id(stream: int) -> int | None:

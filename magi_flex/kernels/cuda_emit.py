@@ -120,12 +120,37 @@ def _mul(call: Call) -> tuple[str, torch.dtype]:
 @_rule("div", "true_divide")
 def _div(call: Call) -> tuple[str, torch.dtype]:
     names = {None: "divide", "trunc": "truncating_divide", "floor": "floor_divide"}
-    name = names[call.kwargs.get("rounding_mode")]
-    return f"{name}({call.operand(0)}, {call.operand(1)})", wide(call.dtype)
+    name, by, dtype = names[call.kwargs.get("rounding_mode")], call.args[1], wide(call.dtype)
+    if name == "divide" and by.constant and dtype == torch.float32 and 2.0**-64 < abs(by.meta) < 2.0**64:
+        inverse = number(1 / by.meta, dtype)
+        if call.args[0].meta.is_floating_point():  # as torch does on a GPU
+            return f"{call.operand(0)} * {inverse}", dtype
+        return f"divide_by({call.operand(0)}, {call.operand(1)}, {inverse})", dtype
+    return f"{name}({call.operand(0)}, {call.operand(1)})", dtype
 
 
-RULES["aten::floor_divide"] = _function("floor_divide", 2)
-RULES["aten::remainder"] = _function("remainder_of", 2)
+def _power_of_two(call: Call) -> int | None:
+    """The exponent where whole numbers are divided by a power of two that their dtype holds."""
+    by = call.args[1]
+    if not by.constant or call.dtype.is_floating_point or type(by.meta) is not int or by.meta <= 0:
+        return None
+    exponent = by.meta.bit_length() - 1
+    return exponent if by.meta == 1 << exponent <= torch.iinfo(call.dtype).max else None
+
+
+@_rule("floor_divide")
+def _floor_divide(call: Call) -> tuple[str, torch.dtype]:
+    exponent = _power_of_two(call)
+    return _function("floor_divide", 2)(call) if exponent is None else (f"{call.operand(0)} >> {exponent}", call.dtype)
+
+
+@_rule("remainder")
+def _remainder(call: Call) -> tuple[str, torch.dtype]:
+    if _power_of_two(call) is None:
+        return _function("remainder_of", 2)(call)
+    return f"{call.operand(0)} & {number(call.args[1].meta - 1, call.dtype)}", call.dtype
+
+
 RULES["aten::fmod"] = _function("fmod_of", 2)
 RULES["aten::maximum"] = _function("larger", 2)
 RULES["aten::minimum"] = _function("smaller", 2)
@@ -137,7 +162,7 @@ def _pow(call: Call) -> tuple[str, torch.dtype]:
     exponent, dtype = call.args[1], wide(call.dtype)
     if exponent.constant and dtype.is_floating_point:
         x = call.operand(0)
-        simple = {1: x, 2: f"{x} * {x}", 3: f"{x} * {x} * {x}", 0.5: f"sqrt({x})", -1: f"1 / {x}"}
+        simple = {1: x, 2: f"{x} * {x}", 3: f"{x} * {x} * {x}", 0.5: f"sqrt({x})", -1: f"divide(decltype({x})(1), {x})"}
         if exponent.meta in simple:
             return simple[exponent.meta], dtype
     return f"power({call.operand(0)}, {call.operand(1)})", dtype
@@ -214,8 +239,8 @@ def _form(form: str) -> Rule:
 
 
 for _name, _code in {
-    "rsqrt": "1 / sqrt({x})",
-    "reciprocal": "1 / {x}",
+    "rsqrt": "rsqrt({x})",
+    "reciprocal": "divide(decltype({x})(1), {x})",
     "square": "multiply({x}, {x})",
     "silu": "{x} * sigmoid({x})",
     "relu": "{x} < 0 ? 0 : {x}",

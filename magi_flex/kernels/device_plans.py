@@ -20,7 +20,6 @@ Shape legend: X batch and head together, R intervals of a row, Q query rows, K k
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 from types import ModuleType
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tile_cuts import SHORT_STEP, TILE_OVERHEAD, RowTiles, break_spacing, fixed_row_tiles, look_ahead
 from magi_flex.tiles import TilePlan, build_tile_plan
@@ -50,11 +50,9 @@ def missing() -> str | None:
 
 
 @functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    return (
-        importlib.import_module("magi_flex.kernels.runs_triton"),
-        importlib.import_module("magi_flex.kernels.cuts_triton"),
-    )
+def _kernels(name: str) -> ModuleType:
+    """Of the file ``<name>_triton``, imported when they are needed: Triton may be missing."""
+    return importlib.import_module(f"magi_flex.kernels.{name}_triton")
 
 
 def build_device_plan(
@@ -73,8 +71,7 @@ def build_device_plan(
     rows = kv_len if transposed else q_len
     if not starts.numel() or not kv_len:
         return build_tile_plan(MaskPlan(intervals), q_tile, kv_tile, transposed)
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device:
+    with on_device(device):
         bounds = _block_bounds(starts, ends) if transposed else None
         if ragged:
             sides = (starts, ends)
@@ -133,7 +130,9 @@ def _block_bounds(starts: Tensor, ends: Tensor) -> _Bounds:
     used_rows[:, 1].fill_(-1)
     at_once = 16
     grid = (-(-blocks // at_once), all_slots)
-    _kernels()[0].block_bounds[grid](starts, ends, values, used_rows, q_len, all_slots, blocks, at_once, _BLOCK_ROWS)
+    _kernels("key_runs").block_bounds[grid](
+        starts, ends, values, used_rows, q_len, all_slots, blocks, at_once, _BLOCK_ROWS
+    )
     return _Bounds(values, used_rows)
 
 
@@ -153,14 +152,14 @@ class _Runs:
         at_once = min(entries, max(1, _PAIRS_AT_ONCE // entries))
         sizes = (self.starts.shape[3], self.kv_len, slots, self.step, self.align)
         options = (_power_of_two(slots), _power_of_two(height), at_once)
-        return self._run(_kernels()[0].row_tile_runs, (self.starts, self.ends), sizes, options)
+        return self._run(_kernels("runs").row_tile_runs, (self.starts, self.ends), sizes, options)
 
     def of_key_tiles(self, bounds: _Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _, all_slots, blocks = bounds.values.shape
         slots, q_len = self.starts.shape[2:]
         sizes = (q_len, blocks, slots, all_slots, self.step, self.align, _LOOKS)
         options = (min(_BLOCKS_AT_ONCE, _power_of_two(blocks)), _BLOCK_ROWS)
-        return self._run(_kernels()[0].key_tile_runs, (self.starts, self.ends, bounds.values), sizes, options)
+        return self._run(_kernels("key_runs").key_tile_runs, (self.starts, self.ends, bounds.values), sizes, options)
 
     def _run(
         self, kernel: object, inputs: tuple[Tensor, ...], sizes: tuple[int, ...], options: tuple[int, ...]
@@ -196,7 +195,7 @@ def _columns(starts: Tensor, ends: Tensor, bounds: _Bounds, kv_len: int) -> tupl
     batch, heads, slots, q_len = starts.shape
     columns = [torch.empty(batch, heads, slots, kv_len, dtype=torch.int32, device=starts.device) for _ in range(2)]
     grid = (-(-kv_len // _LANES), batch * heads * slots)
-    _kernels()[1].column_bounds[grid](
+    _kernels("cuts").column_bounds[grid](
         starts, ends, bounds.used_rows, *columns, q_len, kv_len, q_len.bit_length() + 1, _LANES
     )
     return columns[0], columns[1]
@@ -204,7 +203,7 @@ def _columns(starts: Tensor, ends: Tensor, bounds: _Bounds, kv_len: int) -> tupl
 
 def _ragged_tiles(starts: Tensor, ends: Tensor, rows: int, height: int, step: int, align: int) -> RowTiles:
     batch, heads, slots, _ = starts.shape
-    device, count, cuts = starts.device, batch * heads, _kernels()[1]
+    device, count, cuts = starts.device, batch * heads, _kernels("cuts")
     total = count * rows
     stretch, ahead = break_spacing(height), look_ahead(step)
     buckets = -(-rows // stretch)

@@ -9,21 +9,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.kernels.fa4_launch import Launch, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
 from magi_flex.kernels.fa4_package import missing_package, package
 from magi_flex.kernels.fa4_score import KernelScore, kernel_score
-from magi_flex.kernels.fa4_trace import unknown_operators
+from magi_flex.kernels.fa4_walk import unknown_operators
 from magi_flex.kernels.ffa import positive_scale
 from magi_flex.kernels.layout import empty_like_filled
-from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.plan_cache import kept
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -36,7 +37,6 @@ from magi_flex.kernels.request import (
 from magi_flex.kernels.score_split import leading_factors
 
 LOG2_E = math.log2(math.e)
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 ARCHITECTURES = (9, 10, 11)
 # Head dims of keys and values whose kernels ran on a Hopper GPU.
 _RUN_DIMS = ((64, 64), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
@@ -112,9 +112,9 @@ class Fa4Backend(Backend):
         largest = torch.full_like(lse, math.nan) if request.max_score else torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), largest.fill_(-math.inf))
-        key = _launch_key(request)
-        prepared = _Prepared() if key is None else derived(request.plan, key, _Prepared)
-        with _on(q.device), torch.no_grad():
+        key = _launch_key(request, q, k, v)
+        prepared = _Prepared() if key is None else kept(request.plan, key, _Prepared)
+        with on_device(q.device), torch.no_grad():
             if prepared.launch is None:
                 _first_forward(request, out, lse, prepared)
             else:
@@ -138,47 +138,14 @@ class Fa4Backend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        given_scale, score = scale_and_score(request, backward=True)
-        # Masked scores are -inf before the kernel multiplies by the scale.
-        q, scale = positive_scale(q, given_scale) if score is None else (q, given_scale)
-        arch, group = architecture(q.device), q.shape[1] // k.shape[1]
-        dims = (q.shape[3], v.shape[3])
-        spread = group > 1 and must_spread(arch, dims, score)
-        if spread:
-            k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-            dk, dv = (torch.empty_like(x) for x in (k, v))
-        d_out = d_out.to(q.dtype)
-        mask = flagged_mask(request.plan, q.shape[0], can_pack((q, k, v, out, d_out, dq, dk, dv), score))
-        if mask is None:
-            mask = backward_mask(request.plan, arch, dims)
-        lay, lay_rows = _LAYOUTS[mask.documents is not None]
-        natural_lse = lse / LOG2_E
-        natural_d_lse = None
-        if d_lse is not None:
-            natural_d_lse = lay_rows(torch.where(lse == -math.inf, 0, d_lse.float() * LOG2_E))
-        with _on(q.device), torch.no_grad():
-            package().interface._flash_attn_bwd(
-                *(lay(without_broadcasts(x)) for x in (q, k, v)),
-                lay(out),
-                lay(without_broadcasts(d_out)),
-                lay_rows(natural_lse),
-                softmax_scale=scale,
-                **dict(zip(("dq", "dk", "dv"), (lay(x) for x in (dq, dk, dv)), strict=True)),
-                dlse=natural_d_lse,
-                **mask_arguments(mask, arch, backward=True),
-                **score_arguments(mask, score, q, backward=True),
-            )
-        if scale != given_scale:
-            dq.mul_(given_scale / scale)
-        if spread:
-            for total, parts in ((gradients.dk, dk), (gradients.dv, dv)):
-                total.copy_(parts.unflatten(1, (-1, group)).sum(2, dtype=torch.float32))
+        with on_device(q.device), torch.no_grad():
+            _backward(request, out, lse, d_out, d_lse, gradients)
         return gradients
 
 
 @dataclass
 class _Prepared:
-    """What the first forward call of its kind leaves for the next ones.
+    """What the first call of its kind leaves for the next ones.
 
     Attributes:
         launch: None before the first call, and where every call differs.
@@ -189,15 +156,17 @@ class _Prepared:
     packed: bool = False
 
 
-def _launch_key(request: AttentionRequest) -> Hashable | None:
-    """Equal for calls that differ in what tensors hold alone; None where a call has tables of its own."""
+def _launch_key(request: AttentionRequest, *tensors: Tensor) -> Hashable | None:
+    """Equal for calls that differ in what ``tensors`` hold alone; None where a call has tables of its own."""
     steps = request.score.steps
     if steps is None or any(isinstance(step, (Distance, Bias)) for step in steps):
         return None
-    q, k, v = request.q, request.k, request.v
-    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    layout = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, misaligned)
-    return "fa4 launch", layout, request.scale, steps
+    addresses = 0
+    layout: list[Any] = []
+    for x in tensors:
+        addresses |= x.data_ptr()
+        layout += (x.shape, x.stride())
+    return "fa4 launch", tuple(layout), tensors[0].dtype, addresses % 16, request.scale, steps
 
 
 def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared: _Prepared) -> None:
@@ -213,25 +182,84 @@ def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared
     packed = mask.documents is not None
     lay, lay_rows = _LAYOUTS[packed]
     rows = lay_rows(lse)  # its own memory where heads are not neighbours
-    launch = watched(
-        package().interface._flash_attn_fwd,
-        (lay(q), lay(k), lay(v), lay(out), rows),
-        {"softmax_scale": scale}
-        | mask_arguments(mask, arch, backward=False)
-        | score_arguments(mask, score, q, backward=False),
-    )
+    given = (lay(q), lay(k), lay(v), lay(out), rows)
+    arguments = mask_arguments(mask, arch, backward=False) | score_arguments(mask, score, q, backward=False)
+    forward = package().interface._flash_attn_fwd
+
+    def work() -> None:
+        forward(*given[:3], out=given[3], lse=rows, return_lse=True, softmax_scale=scale, **arguments)
+
+    launch = watched(work, (forward,), given, tracing_order(mask, arch))
     in_place = rows.data_ptr() == lse.data_ptr()
     torch.mul(lse if in_place else _rows_by_head(rows, q), LOG2_E, out=lse)
     if in_place and all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True)):
         prepared.launch, prepared.packed = launch, packed
 
 
+def _backward(
+    request: AttentionRequest,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    gradients: AttentionGradients,
+) -> None:
+    """Fill ``gradients``."""
+    given_scale, score = scale_and_score(request, backward=True)
+    # Masked scores are -inf before the kernel multiplies by the scale.
+    q, scale = (request.q, given_scale) if score is not None else positive_scale(request.q, given_scale)
+    arch, group = architecture(q.device), q.shape[1] // request.k.shape[1]
+    dims = (q.shape[3], request.v.shape[3])
+    spread = group > 1 and must_spread(arch, dims, score)
+    k, v = (_spread(x, group) if spread else x for x in (request.k, request.v))
+    padded = backward_dims(arch, *dims)
+    tensors = [
+        padded_to(without_broadcasts(x), dim)
+        for x, dim in zip((q, k, v, out, d_out.to(q.dtype)), (padded[i] for i in (0, 0, 1, 1, 1)), strict=True)
+    ]
+    wanted = (gradients.dq, gradients.dk, gradients.dv)
+    direct = not spread and padded == dims
+    results = wanted if direct else tuple(torch.empty_like(x) for x in tensors[:3])
+    key = _launch_key(request, *tensors, *results)
+    prepared = _Prepared() if key is None else kept(request.plan, (key, d_lse is None), _Prepared)
+    if prepared.launch is None:
+        mask = flagged_mask(request.plan, q.shape[0], can_pack((*tensors, *results), score))
+        if mask is None:
+            mask = backward_mask(request.plan, arch, padded)
+        prepared.packed = mask.documents is not None
+    lay, lay_rows = _LAYOUTS[prepared.packed]
+    rows = [lay_rows(lse / LOG2_E)]
+    if d_lse is not None:
+        rows.append(lay_rows(torch.where(lse == -math.inf, 0, d_lse.float() * LOG2_E)))
+    given = (*(lay(x) for x in (*tensors, *results)), *rows)
+    if prepared.launch is not None:
+        prepared.launch(*given)
+    else:
+        arguments = mask_arguments(mask, arch, backward=True) | score_arguments(mask, score, q, backward=True)
+        prepared.launch = _first_backward(given, scale, arguments)
+    if scale != given_scale:
+        results[0].mul_(given_scale / scale)
+    if not direct:
+        for total, parts in zip(wanted, results, strict=True):
+            summed = parts if total.shape[1] == parts.shape[1] else parts.unflatten(1, (-1, group)).float().sum(2)
+            total.copy_(summed[..., : total.shape[3]])
+
+
+def _first_backward(given: tuple[Tensor, ...], scale: float, arguments: dict[str, Any]) -> Launch | None:
+    """Through the package's interface: q, k, v, out and its gradient, the gradients to fill, lse and its gradient."""
+    interface = package().interface
+    dq, dk, dv, lse, *d_lse = given[5:]
+
+    def work() -> None:
+        interface._flash_attn_bwd(
+            *given[:5], lse, softmax_scale=scale, dq=dq, dk=dk, dv=dv, dlse=d_lse[0] if d_lse else None, **arguments
+        )
+
+    caches = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
+    return watched(work, caches, given)
+
+
 # ---- what is served -------------------------------------------------------------------------------------------------
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """The device is current; nothing to do, which takes less time, where it is."""
-    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 @functools.cache
@@ -250,8 +278,6 @@ def head_dim_objection(arch: int, head_dim: int, v_dim: int, needs_backward: boo
     given = f"{head_dim} and {v_dim}"
     if head_dim % 8 or v_dim % 8:
         return f"serves head dims that are multiples of 8, not {given}"
-    if arch // 10 == 9 and needs_backward and head_dim % 32 and v_dim <= head_dim <= 256:
-        return f"its backward gives wrong gradients for some head dims that are no multiples of 32, as {given}"
     if arch // 10 == 9:
         return None if v_dim <= head_dim <= 256 else f"serves head dims up to 256, the values' not larger, not {given}"
     if (head_dim, v_dim) == (256, 256):
@@ -286,9 +312,9 @@ def mask_arguments(mask: KernelMask, arch: int, backward: bool, as_bits: bool = 
     if mask.lists is not None:
         from magi_flex.kernels.fa4_device import interval_mask
 
-        hopper = arch // 10 == 9
+        in_words = arch // 10 != 9 and not backward
         arguments["mask_mod"] = interval_mask(
-            mask.slots, mask.by_key, packed=as_bits and not hopper and not backward, by_line=as_bits and hopper
+            mask.slots, mask.by_key, packed=as_bits and in_words, by_line=as_bits and not in_words
         )
         arguments["block_sparse_tensors"] = package().block_sparsity.BlockSparseTensorsTorch(
             mask_block_cnt=mask.lists.partial_count,
@@ -298,6 +324,15 @@ def mask_arguments(mask: KernelMask, arch: int, backward: bool, as_bits: bool = 
             block_size=mask.block,
         )
     return arguments
+
+
+def tracing_order(mask: KernelMask, arch: int) -> AbstractContextManager[Any] | None:
+    """What a forward kernel is to be traced in: on Hopper those with lists take the last rows first."""
+    if mask.lists is None or arch // 10 != 9:
+        return None
+    from magi_flex.kernels.fa4_hopper_order import last_rows_first
+
+    return last_rows_first()
 
 
 def score_arguments(mask: KernelMask, score: KernelScore | None, q: Tensor, backward: bool) -> dict[str, Any]:
@@ -344,9 +379,35 @@ def must_spread(arch: int, dims: tuple[int, int], score: KernelScore | None) -> 
     return arch // 10 == 9 and (dims[0] != dims[1] or (score is not None and score.reads_place))
 
 
+def backward_dims(arch: int, head_dim: int, v_dim: int) -> tuple[int, int]:
+    """Head dims that tensors are padded to, with zeros, for the backward.
+
+    Up to 128, Hopper's kernel of release 4.0.0b36 lays sums out for head dims in steps of 16, and the kernels around it
+    for steps of 32: where these differ its gradients are wrong.
+    """
+    if arch // 10 != 9:
+        return head_dim, v_dim
+    return -(-head_dim // 32) * 32, -(-v_dim // 32) * 32
+
+
+def padded_to(x: Tensor, dim: int) -> Tensor:
+    """``[B, heads, rows, dim]``; heads of a row next to each other in memory where anything is added."""
+    if x.shape[3] == dim:
+        return x
+    return torch.nn.functional.pad(x.transpose(1, 2), (0, dim - x.shape[3])).transpose(1, 2)
+
+
+def _spread(x: Tensor, group: int) -> Tensor:
+    """``[B, G, K, dim]`` to ``[B, G * group, K, dim]``, heads next to each other in memory."""
+    return x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2)
+
+
 def without_broadcasts(x: Tensor) -> Tensor:
     """The kernels' copy engines walk real strides."""
-    return x.contiguous() if any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)) else x
+    strides = x.stride()
+    if 0 not in strides:
+        return x
+    return x.contiguous() if any(s == 0 and n > 1 for s, n in zip(strides, x.shape, strict=True)) else x
 
 
 def can_pack(tensors: Sequence[Tensor], score: KernelScore | None) -> bool:

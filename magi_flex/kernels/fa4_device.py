@@ -21,9 +21,9 @@ import cutlass.cute as cute
 import torch
 from flash_attn.cute import utils
 
-from magi_flex.kernels.fa4_hopper_mask import ANY_NUMBER, install_interval_mask
+from magi_flex.kernels.fa4_interval_mask import ANY_NUMBER, install_interval_mask
 from magi_flex.kernels.fa4_score import KernelScore
-from magi_flex.kernels.fa4_trace import COMPARE, Lane
+from magi_flex.kernels.fa4_walk import COMPARE, Lane
 
 # Each interval of an unrolled mask_mod is code for each score or line, which takes long to compile.
 MOST_UNROLLED = 8
@@ -49,7 +49,7 @@ def interval_mask(slots: int, by_key: bool, packed: bool, by_line: bool) -> Call
         slots: R; more than MOST_UNROLLED are looked at in a loop, by one mask_mod for any number.
         by_key: the bounds are those of queries for each key.
         packed: asked for 32 keys at a time, it gives a word of bits (forward kernels of compute capability 10 and up).
-        by_line: Hopper's kernels may read the bounds themselves, once for a thread's line of scores.
+        by_line: kernels may read the bounds themselves, once for a thread's line of scores.
     """
     if slots > MOST_UNROLLED:
         return interval_mask(ANY_NUMBER, by_key, packed, by_line)
@@ -149,7 +149,7 @@ def score_gradient(score: KernelScore, first_table: int) -> Callable[..., Any]:
 
 
 class CuteLanes:
-    """magi_flex.kernels.fa4_trace.Lanes on CuTe's vectors of values.
+    """magi_flex.kernels.fa4_walk.Lanes on CuTe's vectors of values.
 
     Tables are read by one score at a time, which is how the package calls mods that have any.
     """
@@ -225,10 +225,10 @@ LANES = CuteLanes()
 
 @functools.cache
 def _sources() -> str:
-    """Of all that decides the code of mods."""
-    folder = Path(__file__).parent
-    names = ("fa4_device.py", "fa4_hopper_mask.py", "fa4_score.py", "fa4_trace.py")
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
+    """Of all that decides the code of mods, and of kernels that call ours."""
+    names = ("device", "hopper_order", "interval_mask", "score", "trace", "walk")
+    sources = (Path(__file__).with_name(f"fa4_{name}.py").read_bytes() for name in names)
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 def _key(what: str) -> str:

@@ -1,17 +1,19 @@
-"""A call of flash-attn-4's forward kernel made again, without what its interface does in Python for each call.
+"""A call of flash-attn-4's kernels made again, without what its interface does in Python for each call.
 
-The interface chooses a kernel and builds its arguments in about 0.1 ms, longer than a short attention runs.  All of it
-depends on shapes, strides, options and the mask's tables, so the first call is watched: the interface looks compiled
-kernels up in a cache, which hands out one that notes its arguments.
+The interface chooses kernels and builds their arguments in 0.1 to 0.2 ms, longer than a short attention runs.  All of
+it depends on shapes, strides, options and the mask's tables, so the first call is watched: the interface looks compiled
+kernels up in caches, which hand out ones that note their arguments.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Kernel = Callable[..., object]
@@ -20,47 +22,117 @@ _lock = threading.Lock()  # one call is watched at a time
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A compiled kernel and its arguments behind q, k, v, out and lse."""
+class KernelCall:
+    """A compiled kernel, its arguments, and which of them to replace: places and numbers of tensors."""
 
     kernel: Kernel
-    rest: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]
 
-    def __call__(self, *tensors: Tensor) -> None:
+
+@dataclass(frozen=True)
+class Launch:
+    """Kernels to be called in turn on new tensors.
+
+    Attributes:
+        calls: they number the given tensors first, then memory of their own: ``empty``, then ``zeroed``.
+        empty, zeroed: shapes of float32 memory that the kernels share.
+    """
+
+    calls: tuple[KernelCall, ...]
+    empty: tuple[torch.Size, ...] = ()
+    zeroed: tuple[torch.Size, ...] = ()
+
+    def __call__(self, *given: Tensor) -> None:
         """With other tensors of the same shapes, strides, dtypes, device and alignment."""
-        self.kernel(*tensors, *self.rest)
+        tensors = list(given)
+        kind = {"dtype": torch.float32, "device": given[0].device}
+        tensors += [torch.empty(shape, **kind) for shape in self.empty]
+        if self.zeroed:
+            sizes = [shape.numel() for shape in self.zeroed]
+            parts = torch.zeros(sum(sizes), **kind).split(sizes)
+            tensors += [part.view(shape) for part, shape in zip(parts, self.zeroed, strict=True)]
+        for call in self.calls:
+            arguments = list(call.arguments)
+            for place, number in call.places:
+                arguments[place] = tensors[number]
+            call.kernel(*arguments)
 
 
 def watched(
-    forward: Any, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], arguments: dict[str, Any]
+    work: Callable[[], object],
+    looked_up_in: Sequence[Any],
+    given: Sequence[Tensor],
+    tracing: AbstractContextManager[Any] | None = None,
 ) -> Launch | None:
-    """Call the interface's ``forward`` for q, k, v, out, lse.
+    """Do ``work``, a call of the interface on the ``given`` tensors.
 
-    Returns what it launched, or None if that cannot be made again.
+    Args:
+        looked_up_in: the functions in whose ``compile_cache`` it looks for its kernels.
+        tracing: is entered while nobody else's call is watched.
+    Returns what was launched, or None if that cannot be made again.
     """
-    q, k, v, out, lse = tensors
-    with _lock:
-        cache = forward.compile_cache
-        watch = _Watch(cache)
-        forward.compile_cache = watch
-        try:
-            forward(q, k, v, out=out, lse=lse, return_lse=True, **arguments)
-        finally:
-            forward.compile_cache = cache
-    if len(watch.calls) != 1:
+    calls: list[tuple[Kernel, tuple[Any, ...]]] = []
+    with _lock, tracing or nullcontext(), _watching(looked_up_in, calls):
+        work()
+    numbers = {x.data_ptr(): number for number, x in enumerate(given)}
+    users: dict[int, list[int]] = {}  # address -> calls that are handed this memory, in turn
+    own: dict[int, Tensor] = {}  # memory of the interface's own; whole numbers are the mask's, which stays
+    for at, (_, arguments) in enumerate(calls):
+        for x in arguments:
+            if isinstance(x, Tensor):
+                users.setdefault(x.data_ptr(), []).append(at)
+                if x.data_ptr() not in numbers and x.dtype != torch.int32:
+                    own[x.data_ptr()] = x
+    # Where the interface made a copy of a given tensor, no kernel sees that one; what it allocates passes from one
+    # kernel to another.
+    repeatable = (
+        len(numbers) == len(given)
+        and numbers.keys() <= users.keys()
+        and all(x.dtype == torch.float32 and len(users[place]) > 1 for place, x in own.items())
+    )
+    if not repeatable:
         return None
-    kernel, given = watch.calls[0]
-    if [x.data_ptr() if isinstance(x, Tensor) else None for x in given[:5]] != [x.data_ptr() for x in tensors]:
-        return None  # it made copies
-    return Launch(kernel, given[5:])
+    # The first kernel fills what it is handed; the others add to memory that was zero.
+    empty = [place for place in own if users[place][0] == 0]
+    zeroed = [place for place in own if users[place][0] > 0]
+    numbers |= {place: len(given) + number for number, place in enumerate((*empty, *zeroed))}
+    return Launch(
+        tuple(_template(kernel, arguments, numbers) for kernel, arguments in calls),
+        tuple(own[place].shape for place in empty),
+        tuple(own[place].shape for place in zeroed),
+    )
+
+
+def _template(kernel: Kernel, arguments: tuple[Any, ...], numbers: dict[int, int]) -> KernelCall:
+    """The call without the numbered tensors, so that their memory is not held."""
+    places = [
+        (at, numbers[x.data_ptr()])
+        for at, x in enumerate(arguments)
+        if isinstance(x, Tensor) and x.data_ptr() in numbers
+    ]
+    replaced = {at for at, _ in places}
+    kept = tuple(None if at in replaced else x for at, x in enumerate(arguments))
+    return KernelCall(kernel, kept, tuple(places))
+
+
+@contextmanager
+def _watching(looked_up_in: Sequence[Any], calls: list[tuple[Kernel, tuple[Any, ...]]]) -> Iterator[None]:
+    caches = [function.compile_cache for function in looked_up_in]
+    for function, cache in zip(looked_up_in, caches, strict=True):
+        function.compile_cache = _Watch(cache, calls)
+    try:
+        yield
+    finally:
+        for function, cache in zip(looked_up_in, caches, strict=True):
+            function.compile_cache = cache
 
 
 class _Watch:
-    """The interface's cache of compiled kernels, and the calls of those that it handed out."""
+    """A cache of compiled kernels; ``calls`` gets the calls of those that it hands out."""
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.calls: list[tuple[Kernel, tuple[Any, ...]]] = []
+    def __init__(self, cache: Any, calls: list[tuple[Kernel, tuple[Any, ...]]]) -> None:
+        self.cache, self.calls = cache, calls
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import UnsupportedProgram
-from magi_flex.kernels.fa4_trace import Lane, Lanes, trace_backward, trace_forward
+from magi_flex.kernels.fa4_trace import trace_backward, trace_forward
+from magi_flex.kernels.fa4_walk import Lane, Lanes
 from magi_flex.kernels.request import Bias, Distance, Multiply, ScoreProgram, ScoreStep, Softcap
 
 _TABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,18 +17,19 @@ from torch import Tensor
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.cuda_driver import is_tma_ready
+from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
 from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, TwoKernels, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
-from magi_flex.kernels.ffa_forward import ForwardInstance, launch_forward
-from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
+from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
+from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
-from magi_flex.kernels.ffa_schedule import Schedule, make_schedule
-from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, kernel_score
-from magi_flex.kernels.ffa_split import key_parts, launch_combine, split_plan
+from magi_flex.kernels.ffa_schedule import Schedule, device_schedule, make_schedule
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
+from magi_flex.kernels.ffa_score_choice import scale_and_score
+from magi_flex.kernels.ffa_split import LaunchInParts, key_parts, split_plan
 from magi_flex.kernels.layout import empty_like_filled
-from magi_flex.kernels.plan_cache import derived
+from magi_flex.kernels.plan_cache import derived, kept
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -38,7 +39,6 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
-from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
@@ -82,8 +82,8 @@ _BACKWARD = {
 # Query rows of a step without a score mod, which leaves registers for longer ones.
 _LONG_STEPS = {(64, 64): 128, (128, 128): 80}
 # Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
-_FEW_KEYS = {(64, 64): 832, (128, 128): 832}
-# Items of all query heads of a group that it takes, for each multiprocessor.
+_FEW_KEYS = {(64, 64): 704, (128, 128): 832}
+# Items (a key tile, all heads of a group) that these take for each multiprocessor.
 _LEAST_ITEMS = 0.9
 # Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
@@ -166,66 +166,16 @@ class FfaBackend(Backend):
 
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         q, k, v = request.q, request.k, request.v
-        batch, heads, q_len, _ = q.shape
-        scale, score = _scale_and_score(request, backward=False)
-        if score is None:
-            q, scale = positive_scale(q, scale)
-        instance = forward_instance(
-            q.dtype,
-            q.shape[3],
-            v.shape[3],
-            heads // k.shape[1],
-            request.plan.starts.shape[1],
-            result.out.dtype == torch.float32,
-            score.kinds if score else (),
-            batch * heads * q_len,
-            multiprocessors(q.device.index),
-            accumulate,
-            score.generated if score else None,
-            request.plan.bit_tiles is not None,
-            has_room(request.plan),
-        )
-        if score is None and not accumulate and request.plan.bit_tiles is None:
-            processors = multiprocessors(q.device.index)
-            tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
-            parts = key_parts(tiles, k.shape[2], processors)
-            if parts > 1:
-                self._forward_in_parts(replace(request, q=q, scale=scale), result, instance, parts)
-                return
-        with torch.cuda.device(q.device):
-            launch_forward(
-                instance,
-                tma_ready(q),
-                tma_ready(k),
-                tma_ready(v),
-                contiguous_intervals(request.plan),
-                forward_schedule(request.plan, instance),
-                scale,
-                result.out,
-                result.lse,
-                result.max_score,
-                score,
-                request.sm_margin,
-                contiguous_bit_tiles(request.plan),
-            )
-
-    def _forward_in_parts(
-        self, request: AttentionRequest, result: AttentionOutput, instance: ForwardInstance, parts: int
-    ) -> None:
-        batch, heads, q_len, v_dim = result.out.shape
-        instance = replace(instance, narrow_tile=0, stage_out=False, wide_out=True, split_keys=True)
-        plan = split_plan(request.plan, parts, batch)
-        q = request.q.repeat(parts, 1, 1, 1)
-        out = torch.empty((parts * batch, heads, q_len, v_dim), dtype=torch.float32, device=q.device)
-        lse, max_score = torch.empty((2, parts, batch * heads * q_len), dtype=torch.float32, device=q.device)
-        k, v = tma_ready(request.k), tma_ready(request.v)
-        with torch.cuda.device(q.device):
-            schedule = forward_schedule(plan, instance)
-            scale = request.scale
-            launch_forward(
-                instance, q, k, v, plan.intervals, schedule, scale, out, lse, max_score, sm_margin=request.sm_margin
-            )
-            launch_combine(q.dtype, out, lse, max_score, result.out, result.lse, result.max_score)
+        # Neighbouring threads have several heads of a row, where heads are packed; backward, several rows of a head.
+        packed = packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]) > 1
+        scale, score = scale_and_score(request, backward=False, heads_last=packed)
+        kinds = None if score is None else (score.kinds, score.generated)
+        what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype, result.out.stride(), accumulate)
+        with on_device(q.device):
+            kept_launch = kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))
+            if kept_launch.copies:
+                q, k, v, _ = _ready(q, k, v, scale, score)
+            kept_launch.launch(q, k, v, result.out, result.lse, result.max_score, score)
 
     def backward(
         self,
@@ -256,35 +206,14 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = _scale_and_score(request, backward=True)
+        scale, score = scale_and_score(request, backward=True, heads_last=False)
         fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
-        instance_of = functools.partial(
-            backward_instance,
-            q.dtype,
-            q.shape[3],
-            v.shape[3],
-            request.wide_results,
-            dq.dtype == torch.float32,
-            out.dtype == torch.float32,
-            score_steps=score.kinds if score else (),
-            generated=score.generated if score else None,
-            bit_tiles=request.plan.bit_tiles is not None,
-            pack=packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]),
-        )
-        two_kernels = None
-        with torch.cuda.device(q.device):
-            instance = instance_of(deterministic=fixed_order)
-            few: bool | Tensor = False
-            items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
-            enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
-            if instance.sum_dq and score is None and request.plan.bit_tiles is None and enough:
-                few = has_few_keys(request.plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
-            if few is True:
-                fixed_order = True
-                instance = instance_of(deterministic=True)
-            elif isinstance(few, Tensor):
-                two_kernels = TwoKernels(*self._kernels(request, instance_of(deterministic=True), True), few)
-            instance, schedule, gradient_q = self._kernels(request, instance, fixed_order)
+        kinds = None if score is None else (score.kinds, score.generated)
+        what = ("ffa backward", request.launch_key, request.wide_results, dq.dtype, out.dtype, fixed_order, kinds)
+        with on_device(q.device):
+            instance, schedule, gradient_q, two_kernels = kept(
+                request.plan, what, lambda: _backward_kernels(request, dq, out, fixed_order, score)
+            )
             launch_backward(
                 instance,
                 tma_ready(q),
@@ -308,24 +237,124 @@ class FfaBackend(Backend):
             )
         return gradients
 
-    def _kernels(
-        self, request: AttentionRequest, instance: BackwardInstance, fixed_order: bool
-    ) -> tuple[BackwardInstance, BackwardSchedule, GradientQ | None]:
-        """What :func:`launch_backward` takes for ``instance``."""
+
+class _KeptLaunch(NamedTuple):
+    """Of forward calls that differ in what tensors hold alone; ``copies``: the kernel reads copies of q, k or v."""
+
+    launch: ForwardLaunch | LaunchInParts
+    copies: bool
+
+
+def _ready(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, score: KernelScore | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, v and the scale as the kernel takes them."""
+    if score is None:
+        q, scale = positive_scale(q, scale)
+    return tma_ready(q), tma_ready(k), tma_ready(v), scale
+
+
+def _forward_launch(
+    request: AttentionRequest, result: AttentionOutput, scale: float, score: KernelScore | None, accumulate: bool
+) -> _KeptLaunch:
+    """``scale`` and ``score`` as :func:`scale_and_score` gives them."""
+    plan = request.plan
+    q, k, v, scale = _ready(request.q, request.k, request.v, scale, score)
+    copies = not all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True))
+    batch, heads, q_len, _ = q.shape
+    processors = multiprocessors(q.device.index)
+    instance = forward_instance(
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        heads // k.shape[1],
+        plan.starts.shape[1],
+        result.out.dtype == torch.float32,
+        score.kinds if score else (),
+        batch * heads * q_len,
+        processors,
+        accumulate,
+        score.generated if score else None,
+        plan.bit_tiles is not None,
+        has_room(plan),
+    )
+    if score is None and not accumulate and plan.bit_tiles is None:
+        tiles = batch * (heads // instance.pack) * -(-q_len // instance.q_tile)
+        parts = key_parts(tiles, k.shape[2], processors)
+        if parts > 1:
+            instance = replace(instance, narrow_tile=0, stage_out=False, wide_out=True, split_keys=True)
+            plan = split_plan(plan, parts, batch)
+            schedule = forward_schedule(plan, instance)
+            margin = request.sm_margin
+            return _KeptLaunch(LaunchInParts(parts, instance, q, k, v, plan.intervals, schedule, scale, margin), copies)
+    launch = ForwardLaunch(
+        instance,
+        q,
+        k,
+        v,
+        result.out,
+        contiguous_intervals(plan),
+        forward_schedule(plan, instance),
+        scale,
+        score,
+        request.sm_margin,
+        contiguous_bit_tiles(plan),
+    )
+    return _KeptLaunch(launch, copies)
+
+
+class _BackwardKernels(NamedTuple):
+    """What :func:`launch_backward` takes beside tensors."""
+
+    instance: BackwardInstance
+    schedule: BackwardSchedule
+    gradient_q: GradientQ | None
+    two_kernels: TwoKernels | None = None
+
+
+def _backward_kernels(
+    request: AttentionRequest, dq: Tensor, out: Tensor, fixed_order: bool, score: KernelScore | None
+) -> _BackwardKernels:
+    """``score`` as :func:`scale_and_score` gives it; ``fixed_order``: of all sums."""
+    q, k, v, plan = request.q, request.k, request.v, request.plan
+
+    def instance_of(fixed_order: bool) -> BackwardInstance:
+        return backward_instance(
+            q.dtype,
+            q.shape[3],
+            v.shape[3],
+            request.wide_results,
+            dq.dtype == torch.float32,
+            out.dtype == torch.float32,
+            fixed_order,
+            score.kinds if score else (),
+            score.generated if score else None,
+            plan.bit_tiles is not None,
+            packed_heads(q.shape[1] // k.shape[1], plan.starts.shape[1]),
+        )
+
+    def kernels(instance: BackwardInstance, fixed_order: bool) -> _BackwardKernels:
         gradient_q = None
         if not instance.sum_dq:
-            of_q = gradient_q_instance(instance, has_room(request.plan))
-            gradient_q = GradientQ(of_q, forward_schedule(request.plan, of_q))
+            of_q = gradient_q_instance(instance, has_room(plan))
+            gradient_q = GradientQ(of_q, forward_schedule(plan, of_q))
         schedule = backward_schedule(request, instance, split=not fixed_order)
-        return replace(instance, counted=schedule.count is not None), schedule, gradient_q
+        return _BackwardKernels(replace(instance, counted=schedule.count is not None), schedule, gradient_q)
 
-
-def _scale_and_score(request: AttentionRequest, backward: bool) -> tuple[float, KernelScore | None]:
-    """The scale with the constant factors that the score mod begins with, and what is left of the mod."""
-    if request.score.steps is None:
-        return request.scale, generated_score(request.score, request.q.device, backward)
-    scale, steps = leading_factors(request.scale, request.score.steps)
-    return scale, kernel_score(steps) if steps else None
+    instance = instance_of(fixed_order)
+    few: bool | Tensor = False
+    items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
+    enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
+    if instance.sum_dq and score is None and plan.bit_tiles is None and enough:
+        few = has_few_keys(plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
+    if few is True:
+        return kernels(instance_of(True), True)
+    chosen = kernels(instance, fixed_order)
+    if isinstance(few, Tensor):
+        other = kernels(instance_of(True), True)
+        assert other.gradient_q is not None
+        chosen = chosen._replace(two_kernels=TwoKernels(other.instance, other.schedule, other.gradient_q, few))
+    return chosen
 
 
 @functools.cache
@@ -442,7 +471,8 @@ def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstan
     sizes = (instance.q_tile, instance.kv_tile)
 
     def build() -> Schedule:
-        return make_schedule(kernel_tile_plan(plan, *sizes, ragged=True), instance.narrow_tile)
+        tiles = kernel_tile_plan(plan, *sizes, ragged=True)
+        return (device_schedule if has_room(plan) else make_schedule)(tiles, instance.narrow_tile)
 
     return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
 

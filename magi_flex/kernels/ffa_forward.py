@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,6 @@ from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_launch import (
     BIT_TILES,
     LOG2_E,
-    LauncherCache,
     bit_tile_values,
     kernel_dtype,
     multiprocessors,
@@ -29,6 +30,8 @@ from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_define
 
 # ForwardParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<11Q3q2f13i4x"
+_RESULTS, _RESULTS_OFFSET = struct.Struct("<4Q"), 7 * 8  # of these: out, lse, max_score, the work counter
+_SCORE_OFFSET = struct.calcsize(_PARAMS)
 _MAPS = 4
 # Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -121,104 +124,128 @@ def swizzle_bytes(columns: int) -> int:
     return 128 if columns % 64 == 0 else 64 if columns % 32 == 0 else 32
 
 
-class _Launcher:
-    def __init__(self, instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self.kernel = load_kernel(instance, q.device.index)
-        self.multiprocessors = multiprocessors(q.device.index)
-        self.threads = 128 * (instance.consumers + 1)
-        self.no_steps = () if instance.score_steps else (0,) * 7
-        self.params = cuda_driver.ParameterBlock(_MAPS, instance.params())
-        swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
-        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
-        pack = instance.pack
-        boxes = (
-            (q, by_row, (swizzle_qk // 2, pack, instance.q_tile, 1), swizzle_qk),
-            (k, by_key, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk),
-            (v, by_key, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v),
-            (out, by_row, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v),
-        )
-        self.maps = len(boxes) - instance.wide_out  # float32 output is stored without a map
-        for index, box in enumerate(boxes[: self.maps]):
-            self.params.set_map(index, cuda_driver.tensor_map(*box))
+class ForwardLaunch:
+    """The kernel with all of its arguments but the memory of q, k, v and of the results: kept for calls that differ in
+    nothing else.
 
-
-_launchers = LauncherCache(_Launcher)
-
-
-def launch_forward(
-    instance: ForwardInstance,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    intervals: RowIntervals,
-    schedule: Schedule,
-    scale: float,
-    out_BHQE: Tensor,
-    lse_BHQ: Tensor,
-    max_score_BHQ: Tensor | None,
-    score: KernelScore | None = None,
-    sm_margin: int = 0,
-    bit_tiles: BitTiles | None = None,
-) -> None:
-    """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream, or merge
-    into them (``instance.accumulate``).
-
-    All inputs are on the current device and ready for TMA (:func:`cuda_driver.is_tma_ready`), none is empty, ``scale``
-    is positive (any where there are score steps), the tables of the mask are contiguous, and ``schedule`` was made for
-    the instance's tile sizes.  ``sm_margin`` multiprocessors are left to others.
+    Args:
+        q_BHQD, k_BGKD, v_BGKE, out_BHQE: what the calls' tensors are like; on the current device, ready for TMA
+            (:func:`cuda_driver.is_tma_ready`), none empty.
+        intervals, bit_tiles: of the mask, contiguous; schedule: made for the instance's tile sizes.
+        scale: positive (any where there is a score mod).
+        score: what the calls' score mods are like; their values may differ.
+        sm_margin: multiprocessors that are left to others.
     """
-    device_index = q_BHQD.device.index
-    batch, heads, q_len, _ = q_BHQD.shape
-    kv_batch, kv_heads, kv_len, v_dim = v_BGKE.shape
-    mask_batch, mask_heads, slots, _ = intervals.starts.shape
-    launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, out_BHQE)
-    replica_heads = heads // instance.pack if mask_heads == 1 else 1
-    replicas = replica_heads * (batch if mask_batch == 1 else 1)
-    group = heads // kv_heads
-    kv_bytes = kv_len * (instance.head_dim + instance.v_dim) * 2
-    section = min(replicas, max(1, _L2_BYTES // kv_bytes) * (group // instance.pack))
-    items = schedule.row_tiles * replicas
-    grid = min(items, max(1, launcher.multiprocessors - sm_margin))
-    stream = torch._C._cuda_getCurrentRawStream(device_index)
-    next_item = 0
-    if items > grid:
-        counter = torch.empty(1, dtype=torch.int32, device=q_BHQD.device)
-        cuda_driver.fill_zero(counter, stream)
-        next_item = counter.data_ptr()
-    params = launcher.params
-    for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, out_BHQE)[: launcher.maps]):
-        params.move_map(index, x.data_ptr())
-    params.set_rest(
-        intervals.starts.data_ptr(),
-        intervals.ends.data_ptr(),
-        schedule.tile_rows.data_ptr(),
-        schedule.tile_runs.data_ptr(),
-        schedule.tile_heads.data_ptr(),
-        schedule.partial_runs.data_ptr(),
-        schedule.full_runs.data_ptr(),
-        out_BHQE.data_ptr(),
-        lse_BHQ.data_ptr(),
-        0 if max_score_BHQ is None else max_score_BHQ.data_ptr(),
-        next_item,
-        *out_BHQE.stride()[:3],
-        LOG2_E if score else scale * LOG2_E,
-        scale,
-        q_len,
-        kv_len,
-        heads,
-        group,
-        v_dim,
-        slots,
-        mask_batch,
-        mask_heads,
-        schedule.row_tiles,
-        replicas,
-        replica_heads,
-        section,
-        kv_batch,
-        *(score.values if score else launcher.no_steps),
-        *bit_tile_values(bit_tiles),
-        schedule.count.data_ptr(),
+
+    def __init__(
+        self,
+        instance: ForwardInstance,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        intervals: RowIntervals,
+        schedule: Schedule,
+        scale: float,
+        score: KernelScore | None = None,
+        sm_margin: int = 0,
+        bit_tiles: BitTiles | None = None,
+    ) -> None:
+        self._device = q_BHQD.device
+        self._kernel = load_kernel(instance, self._device.index)
+        self._threads = 128 * (instance.consumers + 1)
+        self._tables = intervals, schedule, bit_tiles  # whose addresses the parameters hold
+        self._score = struct.Struct("<" + score_format(instance.score_steps, instance.generated))
+        self._lock = threading.Lock()  # calls write into the parameters
+        self._params = cuda_driver.ParameterBlock(_MAPS, instance.params())
+        boxes = _boxes(instance, q_BHQD, k_BGKD, v_BGKE, out_BHQE)
+        self._maps = len(boxes)
+        for index, box in enumerate(boxes):
+            self._params.set_map(index, cuda_driver.tensor_map(*box))
+        batch, heads, q_len, _ = q_BHQD.shape
+        kv_batch, kv_heads, kv_len, v_dim = v_BGKE.shape
+        mask_batch, mask_heads, slots, _ = intervals.starts.shape
+        replica_heads = heads // instance.pack if mask_heads == 1 else 1
+        replicas = replica_heads * (batch if mask_batch == 1 else 1)
+        group = heads // kv_heads
+        kv_bytes = kv_len * (instance.head_dim + instance.v_dim) * 2
+        section = min(replicas, max(1, _L2_BYTES // kv_bytes) * (group // instance.pack))
+        items = schedule.row_tiles * replicas
+        self._grid = min(items, max(1, multiprocessors(self._device.index) - sm_margin))
+        self._counts_items = items > self._grid
+        self._params.set_rest(
+            intervals.starts.data_ptr(),
+            intervals.ends.data_ptr(),
+            schedule.tile_rows.data_ptr(),
+            schedule.tile_runs.data_ptr(),
+            schedule.tile_heads.data_ptr(),
+            schedule.partial_runs.data_ptr(),
+            schedule.full_runs.data_ptr(),
+            *(0, 0, 0, 0),  # see __call__
+            *out_BHQE.stride()[:3],
+            LOG2_E if score else scale * LOG2_E,
+            scale,
+            q_len,
+            kv_len,
+            heads,
+            group,
+            v_dim,
+            slots,
+            mask_batch,
+            mask_heads,
+            schedule.row_tiles,
+            replicas,
+            replica_heads,
+            section,
+            kv_batch,
+            *(score.values if score else (0,) * 7),
+            *bit_tile_values(bit_tiles),
+            schedule.count.data_ptr(),
+        )
+
+    def __call__(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        max_score_BHQ: Tensor | None,
+        score: KernelScore | None = None,
+    ) -> None:
+        """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream, or
+        merge into them (``instance.accumulate``)."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        next_item = 0
+        if self._counts_items:
+            counter = torch.empty(1, dtype=torch.int32, device=self._device)
+            cuda_driver.fill_zero(counter, stream)
+            next_item = counter.data_ptr()
+        out = out_BHQE.data_ptr()
+        addresses = (q_BHQD.data_ptr(), k_BGKD.data_ptr(), v_BGKE.data_ptr(), out)
+        max_score = 0 if max_score_BHQ is None else max_score_BHQ.data_ptr()
+        params = self._params
+        with self._lock:
+            for index in range(self._maps):
+                params.move_map(index, addresses[index])
+            params.set_part(_RESULTS_OFFSET, _RESULTS, out, lse_BHQ.data_ptr(), max_score, next_item)
+            if score is not None:
+                params.set_part(_SCORE_OFFSET, self._score, *score.values)
+            self._kernel.launch(self._grid, self._threads, params, stream)
+
+
+def _boxes(
+    instance: ForwardInstance, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> Sequence[tuple[Tensor, tuple[int, ...], tuple[int, ...], int]]:
+    """Arguments of the tensor maps; float32 output is stored without one."""
+    swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
+    by_row = (3, 1, 2, 0)  # head dim, head, row, batch
+    by_key = (3, 2, 1, 0)  # head dim, key, head, batch
+    pack = instance.pack
+    boxes = (
+        (q, by_row, (swizzle_qk // 2, pack, instance.q_tile, 1), swizzle_qk),
+        (k, by_key, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk),
+        (v, by_key, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v),
+        (out, by_row, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v),
     )
-    launcher.kernel.launch(grid, launcher.threads, params, stream)
+    return boxes[: len(boxes) - instance.wide_out]

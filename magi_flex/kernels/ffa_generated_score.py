@@ -1,155 +1,92 @@
 """Score mods as CUDA code for the Hopper kernels: from a score program to the header ``generated.cuh``.
 
-    score_math::GeneratedScore::apply(score, args, at) -> score
-    score_math::GeneratedScore::apply(score, args, at, slope) -> the same; slope is multiplied by the derivative
+    score_math::GeneratedScore::of_head(args, batch, head) -> Head      what depends on batch entry and head alone
+    score_math::GeneratedScore::of_row(args, head, row) -> Row          what depends on the row as well
+    score_math::GeneratedScore::of_key(args, head, key) -> Key          or on the key
+    score_math::GeneratedScore::apply(score, args, head, row, key) -> score
+    score_math::GeneratedScore::apply(score, args, head, row, key, slope) -> score; slope *= the derivative
 
 What a graph computes from its captures alone runs before the kernel as torch operations (score_split.py).  Captured
-tensors are read where they lie, by address, sizes and strides; captured numbers are arguments of the launch.  The code
-depends on the mod and on its captures' dtypes and ranks (and on whether their offsets fit into 31 bits), not on their
-values or sizes.
+tensors are read where they lie, by address, sizes and strides; captured numbers are arguments of the launch.  What
+depends on q - k, and the head, alone is read from tables by distance (score_distance.py) where that is cheaper.  The
+code depends on the mod and on its captures' dtypes and ranks, on whether their offsets fit into 31 bits, on which of
+their indices are in bounds for all pairs, and with tables by distance and head on the number of heads; not on captures'
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.fx_program import UnsupportedProgram
 from magi_flex.kernels.cuda_emit import KERNEL_DTYPES, RULES, cast, cuda_type, number
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
+from magi_flex.kernels.ffa_score_inputs import ByDistance, Graph, LaunchArguments, Layout, offset_type
 from magi_flex.kernels.request import IndexMap, ScoreProgram
-from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, Split, per_program, split_of
-from magi_flex.kernels.score_walk import ScoreWalk, Value, kernel_inputs
+from magi_flex.kernels.score_distance import Lengths
+from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, per_program
+from magi_flex.kernels.score_walk import NO_AXES, ScoreWalk, Value
 
 SUPPORTED = frozenset(RULES) | {"aten::index", "flex_lib::zeros_and_scatter", "sum"}
 
 
-_CONSTANTS = ("aten::full", "aten::scalar_tensor")
+_ROW, _SCORE = frozenset("q"), frozenset("qk")
+_LEVELS = {NO_AXES: "head", _ROW: "row", frozenset("k"): "key", _SCORE: ""}
 
 
-class _Arguments:
-    """What a launch passes: the fields of ``Params`` and their values.  Equal inputs are passed once."""
+class _Code:
+    """Definitions by what they depend on: fields of Head, Row and Key, and variables of single scores.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.fields: list[str] = []
-        self.format = ""
-        self.values: list[int | float] = []
-        self.tables: list[Tensor] = []
-        self.inputs: dict[Hashable, tuple[str, Any]] = {}  # name in the code, value
-
-    def add(self, what: Hashable, x: Any) -> None:
-        """``what`` tells inputs apart."""
-        if what in self.inputs:
-            return
-        name = f"x{len(self.inputs)}"
-        self.inputs[what] = f"args.{name}", x
-        if isinstance(x, Tensor):
-            x = x.to(self.device)  # single numbers may lie on the CPU
-            self.tables.append(x)
-            self._field("const void*", "Q", name, x.data_ptr())
-            for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-                self._field("int64", "q", f"{name}_size{axis}", size)
-                self._field("int64", "q", f"{name}_stride{axis}", stride)
-        elif isinstance(x, float):
-            self._field("double", "d", name, x)
-        else:
-            self._field("int64", "q", name, int(x))
-
-    def _field(self, kind: str, code: str, name: str, value: int | float) -> None:
-        self.fields.append(f"{kind} {name};")
-        self.format += code
-        self.values.append(value)
-
-    def kinds(self) -> tuple[Any, ...]:
-        """What of the inputs the code depends on."""
-        return tuple(
-            (what, x.dtype, x.dim(), _offset_type(x)) if isinstance(x, Tensor) else (what, type(x))
-            for what, (_, x) in self.inputs.items()
-        )
-
-
-def _offset_type(x: Tensor) -> str:
-    """For positions in ``x``, counted in elements."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return "int" if reach < 1 << 31 and max(x.shape, default=0) < 1 << 31 else "int64"
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A score program as the code takes it.
-
-    Attributes:
-        arguments: how many of its arguments are single numbers.
-        prefix: of the names that its code defines.
-        constants: steps that are a number, whatever the captures are: value and dtype.
-        inputs: the other steps before the kernel that it reads, with what tells them apart.
+    Equal expressions are one definition, so that a gradient's code shares what it can with the score's.
     """
 
-    program: FxProgram
-    arguments: int
-    prefix: str
-    split: Split
-    constants: dict[int, tuple[bool | int | float, torch.dtype]]
-    inputs: dict[int, Hashable]
+    def __init__(self) -> None:
+        self.fields: dict[str, list[str]] = {level: [] for level in _LEVELS.values()}
+        self.lines: dict[str, list[str]] = {level: [] for level in _LEVELS.values()}
+        self._names: dict[tuple[str, str, frozenset[str]], str] = {}
 
-    @staticmethod
-    def of(program: FxProgram, arguments: int, prefix: str) -> _Graph:
-        def build() -> _Graph:
-            split = split_of(program, arguments)
-            constants = {}
-            for step in split.inputs:
-                if (
-                    program.steps[step][0] == "call"
-                    and program.steps[step][1] in _CONSTANTS
-                    and not program.references(step)
-                ):
-                    value = program.ending_at(step).run([None] * len(program.steps), torch.device("cpu"), torch.float32)
-                    if value.dim() == 0:
-                        constants[step] = value.item(), value.dtype
-            captures = [n for n, step in enumerate(program.steps) if step[0] == "arg"][arguments:]
-            inputs: dict[int, Hashable] = {
-                step: ("capture", captures.index(step)) if step in captures else (prefix, step)
-                for step in split.inputs
-                if step not in constants
-            }
-            return _Graph(program, arguments, prefix, split, constants, inputs)
-
-        return per_program(program, ("cuda", arguments, prefix), build)
-
-    def add_inputs(self, launch: _Arguments, captures: Sequence[Any]) -> None:
-        values = kernel_inputs(self.program, tuple(self.inputs), self.arguments, captures, launch.device)
-        for what, x in zip(self.inputs.values(), values, strict=True):
-            launch.add(what, x)
+    def define(self, kind: str, code: str, axes: frozenset[str]) -> str:
+        """How ``code``, of the C++ type ``kind``, is called from now on."""
+        key = (kind, code, axes)
+        if key not in self._names:
+            level, name = _LEVELS[axes], f"v{len(self._names)}"
+            if level:
+                self.fields[level].append(f"{kind} {name};")
+                self.lines[level].append(f"{level}.{name} = {code};")
+            else:
+                self.lines[level].append(f"const {kind} {name} = {code};")
+            self._names[key] = f"{level}.{name}" if level else name
+        return self._names[key]
 
 
 class _Writer(ScoreWalk):
-    """The lines of one graph."""
+    """Adds the definitions of one graph."""
 
     rules, cast = RULES, staticmethod(cast)
+    names = ("score", "head.b", "head.h", "row.q", "key.k", "grad")
 
-    def __init__(self, graph: _Graph, launch: _Arguments) -> None:
+    def __init__(self, graph: Graph, launch: LaunchArguments, layout: Layout | None, code: _Code) -> None:
         super().__init__(graph.program, graph.arguments)
-        self.prefix, self.split = graph.prefix, graph.split
+        self.graph, self.code = graph, code
+        self.in_bounds = launch.in_bounds[graph.name]
         self.tables: dict[int, tuple[str, Tensor]] = {}  # with their names
         for step, (x, dtype) in graph.constants.items():
-            self.define(step, number(x, dtype), torch.empty((), dtype=dtype, device="meta"), frozenset())
+            self.define(step, number(x, dtype), torch.empty((), dtype=dtype, device="meta"), NO_AXES)
         for step, what in graph.inputs.items():
             name, x = launch.inputs[what]
             if not isinstance(x, Tensor):
                 self.values[step] = Value(name, x)
             elif x.dim() == 0:
-                self.define(step, _load(x.dtype, name, "0"), x.to("meta"), frozenset())
+                self.define(step, _load(x.dtype, name, "0"), x.to("meta"), NO_AXES)
             else:
                 self.tables[step] = (name, x)
-        for step in self.split.tile:
-            if step in self.split.sums:
-                continue
-            if self.program.steps[step][1] == "aten::index":
+        for step in graph.steps:
+            if layout is not None and step in (graph.distances.keys() | graph.readings.keys()):
+                self._by_distance(step, launch, graph.table_of(step, layout))
+            elif self.program.steps[step][1] == "aten::index":
                 self._index(step)
             else:
                 self.call(step)
@@ -159,14 +96,26 @@ class _Writer(ScoreWalk):
         return number(x, dtype)
 
     def define(self, step: int, code: str, meta: Tensor, axes: frozenset[str]) -> None:
-        name = f"{self.prefix}{len(self.lines)}"
-        self.lines.append(f"const {cuda_type(meta.dtype)} {name} = {code};")
-        self.values[step] = Value(name, meta, axes)
+        self.values[step] = Value(self.code.define(cuda_type(meta.dtype), code, axes), meta, axes)
 
     def value(self, step: int) -> Value:
         if step not in self.values:
             raise UnsupportedProgram("a captured tensor that is not indexed down to single elements")
         return self.values[step]
+
+    def _by_distance(self, step: int, launch: LaunchArguments, what: ByDistance) -> None:
+        (name, table), (first, _), (distances, _) = (launch.inputs[x] for x in (what, "first", "distances"))
+        columns = what.by_head if what.by_head and what.heads_last else 1
+        row = f"(row.first + static_cast<int>({first}))"
+        if what.by_head:
+            row = f"{row} * {columns} + head.first" if what.heads_last else f"head.first * {distances} + {row}"
+        kinds = {torch.bool: "uint8", torch.bfloat16: "uint16", torch.float16: "uint16"}
+        memory = kinds.get(table.dtype, cuda_type(table.dtype))
+        of_row = self.code.define("const void*", f"advance<{memory}>({name}, {row})", _ROW)
+        # Only the last term differs between a thread's scores, and is part of the instruction.
+        at = f"advance<{memory}>({of_row}, key.first * -{columns})"
+        code = _load(table.dtype, at, f"(row.offset - key.offset) * {columns}")
+        self.define(step, code, torch.empty((1,) * 4, dtype=table.dtype, device="meta"), _SCORE)
 
     def _index(self, step: int) -> None:
         source, indices = self.program.steps[step][3]
@@ -182,24 +131,27 @@ class _Writer(ScoreWalk):
                 raise UnsupportedProgram("an index that is no whole number")
         if len(found) < table.dim():
             raise UnsupportedProgram("a captured tensor that is not indexed down to single elements")
-        offset = _offset_type(table)
+        offset = offset_type(table)
         inside, terms = [], []
         for axis, index in enumerate(found):
-            at = f"{self.prefix}{len(self.lines)}"
             size, stride = (f"static_cast<{offset}>({name}_{what}{axis})" for what in ("size", "stride"))
-            self.lines.append(f"{offset} {at};")
-            self.lines.append(f"const bool {at}_inside = locate<{offset}>({index.code}, {size}, {at});")
-            inside.append(f"{at}_inside")
-            terms.append(f"{at} * {stride}")
-        # A pair that attends and indexes out of bounds must be seen: its score is NaN.
-        other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
-        code = f"{' && '.join(inside)} ? {_load(table.dtype, name, ' + '.join(terms))} : {other}"
-        axes = frozenset[str]().union(*(index.axes for index in found))
+            if (step, axis) in self.in_bounds:
+                at = f"static_cast<{offset}>({index.code})"
+            else:
+                at = self.code.define(offset, f"position<{offset}>({index.code}, {size})", index.axes)
+                inside.append(self.code.define("bool", f"{at} >= 0", index.axes))
+            terms.append(self.code.define(offset, f"{at} * {stride}", index.axes))
+        code = _load(table.dtype, name, " + ".join(terms))
+        if inside:
+            # A pair that attends and indexes out of bounds must be seen: its score is NaN.
+            other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
+            code = f"{' && '.join(inside)} ? {code} : {other}"
+        axes = NO_AXES.union(*(index.axes for index in found))
         self.define(step, code, torch.empty((1,) * 4, dtype=table.dtype, device="meta"), axes)
 
     def result(self) -> str:
         """The returned score, or its gradient."""
-        step = self.split.outputs[0]
+        step = self.graph.split.outputs[0]
         return "0.0f" if step is None else cast(self.value(step), torch.float32)
 
 
@@ -209,42 +161,47 @@ def _load(dtype: torch.dtype, name: str, offset: str) -> str:
     return f"load<{KERNEL_DTYPES.get(dtype, cuda_type(dtype))}>({name}, {offset})"
 
 
-def generated_score(score: ScoreProgram, device: torch.device, backward: bool) -> KernelScore:
+def generated_score(
+    score: ScoreProgram, device: torch.device, backward: bool, lengths: Lengths, heads_last: bool
+) -> KernelScore:
     """The score program for the forward or for the backward kernels.
+
+    ``heads_last``: how tables by distance and head lie in memory, see :class:`Layout`.
 
     Raises ValueError for a graph that no code can be made of.
     """
     assert score.forward is not None
+    layout = Layout(lengths, score.index_map.h_offset, heads_last)
+    in_order = score.index_map.q_index is None and score.index_map.k_index is None
     try:
-        return _generate(score, device, backward)
+        return _generate(score, device, backward, layout if in_order else None)
     except UnsupportedProgram as error:
         raise ValueError(f"score_mod: the ffa kernels cannot run it ({error}); choose another backend") from error
 
 
-def _generate(score: ScoreProgram, device: torch.device, backward: bool) -> KernelScore:
+def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout: Layout | None) -> KernelScore:
     assert score.forward is not None
-    launch = _Arguments(device)
-    graphs = [_Graph.of(score.forward, SCORE_ARGUMENTS, "v")]
+    launch = LaunchArguments(device)
+    graphs = [Graph.of(score.forward, SCORE_ARGUMENTS, "v", layout)]
     if backward:
         assert score.joint is not None
-        graphs.append(_Graph.of(score.joint, JOINT_ARGUMENTS, "d"))
+        graphs.append(Graph.of(score.joint, JOINT_ARGUMENTS, "d", layout))
     places = _places(launch, score.index_map)
     for graph in graphs:
-        graph.add_inputs(launch, score.captures)
+        graph.add_inputs(launch, score.captures, layout)
 
-    def generate() -> tuple[GeneratedCode, list[_Graph]]:
-        writers = [_Writer(graph, launch) for graph in graphs]
-        text = _text(launch.fields, places, [(writer.lines, writer.result()) for writer in writers])
-        return GeneratedCode(text, launch.format or "q"), graphs  # the graphs, so that they live as long as their ids
+    def generate() -> tuple[GeneratedCode, list[Graph]]:
+        code = GeneratedCode(_text(launch, layout, places, graphs), launch.format or "q")
+        return code, graphs  # the graphs, so that they live as long as their ids
 
-    key = ("code", *map(id, graphs), launch.kinds())
+    key = ("code", *map(id, graphs), launch.kinds(), tuple(launch.in_bounds.items()))
     code, _ = per_program(score.forward, key, generate)
     return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code)
 
 
-def _places(launch: _Arguments, index_map: IndexMap) -> list[str]:
-    """Definitions of b, h, q and k, as the mod sees them."""
-    found = {"b": "at.batch", "h": "at.head", "q": "at.row", "k": "at.key"}
+def _places(launch: LaunchArguments, index_map: IndexMap) -> dict[str, str]:
+    """b, h, q and k, as the mod sees them."""
+    found = {"b": "batch", "h": "first", "q": "min(first + offset, last)", "k": "min(first + offset, last)"}
     for name, offset in (("b", index_map.b_offset), ("h", index_map.h_offset)):
         if offset:
             launch.add(name, offset)
@@ -253,29 +210,51 @@ def _places(launch: _Arguments, index_map: IndexMap) -> list[str]:
         if index is not None:
             launch.add(name, index.to(torch.int32).contiguous())
             found[name] = f"load<int>({launch.inputs[name][0]}, {found[name]})"
-    return [f"const int {name} = {code};" for name, code in found.items()]
+    return found
 
 
-def _text(fields: Sequence[str], places: Sequence[str], bodies: Sequence[tuple[list[str], str]]) -> str:
-    def function(parameter: str, lines: Sequence[str], end: Sequence[str]) -> list[str]:
-        body = [*places, *lines, *end]
-        head = f"    FFA_DEVICE static float apply(float score, const Params& args, const ScoreIndex& at{parameter}) {{"
-        return [head, *(f"        {line}" for line in body), "    }"]
+def _text(launch: LaunchArguments, layout: Layout | None, places: dict[str, str], graphs: Sequence[Graph]) -> str:
+    """The header, from the score's graph and, for the backward kernels, that of its gradient."""
+    code = _Code()
+    result = _Writer(graphs[0], launch, layout, code).result()
+    apply = list(code.lines[""])
+    derivative = _Writer(graphs[1], launch, layout, code).result() if len(graphs) > 1 else "grad"
 
-    lines, result = bodies[0]
+    def level(name: str, places_here: dict[str, str], parameters: str) -> list[str]:
+        kind = name.capitalize()
+        places_here = {x: x for x in ("first", "offset") if f"int {x}" in parameters} | places_here
+        return [
+            f"    struct {kind} {{",
+            *(f"        int {field};" for field in places_here),
+            *(f"        {field}" for field in code.fields[name]),
+            "    };",
+            f"    FFA_DEVICE static {kind} of_{name}(const Params& args, {parameters}) {{",
+            f"        {kind} {name};",
+            *(f"        {name}.{field} = {value};" for field, value in places_here.items()),
+            *(f"        {line}" for line in code.lines[name]),
+            f"        return {name};",
+            "    }",
+        ]
+
+    def function(parameter: str, lines: Sequence[str]) -> list[str]:
+        parameters = f"float score, const Params& args, const Head& head, const Row& row, const Key& key{parameter}"
+        head = f"    FFA_DEVICE static float apply({parameters}) {{"
+        return [head, *(f"        {line}" for line in lines), f"        return {result};", "    }"]
+
     text = [
         "// Generated by magi_flex from a score mod; see magi_flex/kernels/ffa_generated_score.py.",
         "namespace score_math {",
         "struct GeneratedScore {",
         "    static constexpr int kCount = 1;",
-        "    static constexpr bool kSlopes = true;",
+        f"    static constexpr bool kSlopes = {'false' if derivative == 'grad' else 'true'};",
         "    struct Params {",
-        *(f"        {field}" for field in fields or ["int64 unused;"]),
+        *(f"        {field}" for field in launch.fields or ["int64 unused;"]),
         "    };",
-        *function("", lines, [f"return {result};"]),
+        *level("head", {"b": places["b"], "h": places["h"]}, "int batch, int first"),
+        *level("row", {"q": places["q"]}, "const Head& head, int first, int offset, int last"),
+        *level("key", {"k": places["k"]}, "const Head& head, int first, int offset, int last"),
+        *function("", apply),
     ]
-    if len(bodies) > 1:
-        of_gradient, derivative = bodies[1]
-        end = ["const float grad = 1.0f;", *of_gradient, f"slope *= {derivative};", f"return {result};"]
-        text += function(", float& slope", lines, end)
+    if len(graphs) > 1:
+        text += function(", float& slope", ["const float grad = 1.0f;", *code.lines[""], f"slope *= {derivative};"])
     return "\n".join([*text, "};", "}  // namespace score_math", ""])

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.tiles import TilePlan
+
+_LANES = 128
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,33 @@ def make_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
         plan.full_runs.contiguous(),
         plan.head_ptr[-1:],
     )
+
+
+def device_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
+    """:func:`make_schedule` in three launches, of a plan that was built on the device, whose runs it takes over."""
+    from magi_flex.kernels.schedule_triton import weigh_tiles, write_schedule
+
+    tiles, masks = plan.tile_begin.shape[0], plan.head_ptr.shape[0] - 1
+    # Every tile has room for the same number of runs.
+    most_partial, most_full = (len(runs) // max(tiles, 1) for runs in (plan.partial_runs, plan.full_runs))
+    device = plan.tile_begin.device
+    owners, whole_steps, short_runs = torch.empty((3, tiles), dtype=torch.int32, device=device)
+    sort_keys = torch.empty(tiles, dtype=torch.int64, device=device)
+    grid = (-(-tiles // _LANES),)
+    with on_device(device):
+        weigh_tiles[grid](
+            *(plan.head_ptr, plan.partial_ptr, plan.full_ptr, plan.partial_runs, plan.full_runs),
+            *(owners, whole_steps, short_runs, sort_keys, masks, tiles, plan.kv_tile, narrow_tile),
+            *(masks.bit_length(), most_partial, most_full, _LANES),
+        )
+        order = torch.argsort(sort_keys, stable=True)
+        rows, runs = torch.empty((2, tiles, 4), dtype=torch.int32, device=device)
+        heads = torch.empty((tiles, 2), dtype=torch.int32, device=device)
+        write_schedule[grid](
+            *(order, plan.tile_begin, plan.tile_end, owners, whole_steps, short_runs),
+            *(plan.partial_ptr, plan.full_ptr, plan.partial_runs, rows, runs, heads, tiles, plan.kv_tile, _LANES),
+        )
+    return Schedule(rows, runs, heads, plan.partial_runs, plan.full_runs, plan.head_ptr[-1:])
 
 
 def owning_mask(plan: TilePlan) -> Tensor:

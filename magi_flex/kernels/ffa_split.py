@@ -17,7 +17,9 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import compile_cubin
+from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.ffa_launch import kernel_dtype
+from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.mask_plan import MaskPlan
 
@@ -46,6 +48,48 @@ def split_plan(plan: MaskPlan, parts: int, batch: int) -> MaskPlan:
         return MaskPlan(RowIntervals.build(starts, ends, plan.kv_len))
 
     return derived(plan, ("ffa parts", parts, batch), build)
+
+
+class LaunchInParts:
+    """As :class:`ForwardLaunch`, in parts: for an instance that splits keys, and the plan of the parts."""
+
+    def __init__(
+        self,
+        parts: int,
+        instance: ForwardInstance,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        intervals: RowIntervals,
+        schedule: Schedule,
+        scale: float,
+        sm_margin: int,
+    ) -> None:
+        self._parts = parts
+        batch, heads, q_len, _ = q_BHQD.shape
+        self._out_shape = (parts * batch, heads, q_len, v_BGKE.shape[3])
+        q, out = self._inputs_and_results(q_BHQD)[:2]
+        self._launch = ForwardLaunch(instance, q, k_BGKD, v_BGKE, out, intervals, schedule, scale, sm_margin=sm_margin)
+
+    def _inputs_and_results(self, q_BHQD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out = torch.empty(self._out_shape, dtype=torch.float32, device=q_BHQD.device)
+        rows = q_BHQD.shape[:3].numel()
+        lse, max_score = torch.empty((2, self._parts, rows), dtype=torch.float32, device=q_BHQD.device)
+        return q_BHQD.repeat(self._parts, 1, 1, 1), out, lse, max_score
+
+    def __call__(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        max_score_BHQ: Tensor,
+        score: None = None,
+    ) -> None:
+        q, out, lse, max_score = self._inputs_and_results(q_BHQD)
+        self._launch(q, k_BGKD, v_BGKE, out, lse, max_score)
+        launch_combine(q.dtype, out, lse, max_score, out_BHQE, lse_BHQ, max_score_BHQ)
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,6 +108,6 @@ def _mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
         parts = [_mapped(x, kind, function) for x in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, _Slot):
-        parts = {f.name: _mapped(getattr(value, f.name), kind, function) for f in dataclasses.fields(value)}
+        parts = {f.name: _mapped(getattr(value, f.name), kind, function) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **parts)  # type: ignore[type-var]
     return value

@@ -56,8 +56,13 @@ def _filled_strides(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
     return strides_for(shape, _fill_order(strides))
 
 
+@functools.lru_cache(maxsize=1024)
+def _known_strides(shape: torch.Size, order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(strides_for(shape, order))
+
+
 def in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """``tensor`` itself if it is dense in ``order`` and owns its memory from the start, else a copy that is."""
-    if list(tensor.stride()) == strides_for(tensor.shape, order) and tensor.storage_offset() == 0:
+    if tensor.stride() == _known_strides(tensor.shape, tuple(order)) and tensor.storage_offset() == 0:
         return tensor
     return empty_in_order(tensor, tensor.shape, order).copy_(tensor)

@@ -6,7 +6,7 @@ E value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
-from magi_flex.kernels.checks import check_inputs, check_plan
+from magi_flex.kernels.checks import Layout, check_known_inputs, check_plan
 from magi_flex.kernels.merge import merge_lse
 from magi_flex.mask_plan import MaskPlan
 
@@ -90,11 +90,16 @@ class ScoreProgram:
         return self.steps == ()
 
 
+IDENTITY = ScoreProgram()
+
+
 @dataclass(frozen=True)
 class AttentionRequest:
     """softmax(mod(scale * q k^T)) v over the pairs of ``plan``.
 
     q ``[B, H, Q, D]``, k ``[B, G, K, D]``, v ``[B, G, K, E]``, any strides; plan's B and H are 1 or equal to q's.
+
+    ``layout`` follows from q, k and v.
 
     Raises ValueError where these do not fit together (``checks.py``): kernels index by them unchecked.
     """
@@ -104,17 +109,27 @@ class AttentionRequest:
     v: Tensor
     plan: MaskPlan
     scale: float
-    score: ScoreProgram = field(default_factory=ScoreProgram)
+    score: ScoreProgram = IDENTITY
     deterministic: bool = False
     wide_results: bool = False  # out, dq, dk, dv in float32 (float64 inputs: float64): partial results, merged later
     max_score: bool = True  # whether anybody reads AttentionOutput.max_score; else it may hold anything
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others (communication), where the backend can
+    layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_inputs(self.q, self.k, self.v)
-        if self.k.shape[0] != self.q.shape[0]:
-            raise ValueError(f"key: has batch size {self.k.shape[0]}; kernels need that of query, {self.q.shape[0]}")
-        check_plan(self.plan, self.q, self.k)
+        layout = Layout.of(self.q, self.k, self.v)
+        object.__setattr__(self, "layout", layout)
+        check_known_inputs(layout)
+        q, k, _ = layout.shapes
+        if k[0] != q[0]:
+            raise ValueError(f"key: has batch size {k[0]}; kernels need that of query, {q[0]}")
+        check_plan(self.plan, layout)
+
+    @property
+    def launch_key(self) -> tuple[Hashable, ...]:
+        """Equal for requests of which q, k and v differ in nothing but what they hold and where they lie."""
+        misaligned = (self.q.data_ptr() % 16, self.k.data_ptr() % 16, self.v.data_ptr() % 16)
+        return self.layout, misaligned, self.sm_margin
 
 
 @dataclass(frozen=True)

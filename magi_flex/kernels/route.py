@@ -170,25 +170,28 @@ def call_facts(
         heads: query heads and key/value heads; None while a graph with symbolic sizes is compiled.
         others: see RequestFacts; ``torch.use_deterministic_algorithms`` is taken into account here.
     """
-    return RequestFacts(
-        device=device,
-        dtype=dtypes[0],
-        head_dim=head_dims[0],
-        v_head_dim=head_dims[1],
-        q_heads=None if heads is None else heads[0],
-        kv_heads=None if heads is None else heads[1],
-        score_steps=None if score_steps is None else tuple(score_steps),
-        score_grads=score_grads,
-        needs_backward=needs_backward,
-        has_bit_tiles=has_bit_tiles,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        wide_results=wide_results,
-        mixed_dtypes=any(dtype != dtypes[0] for dtype in dtypes),
-        index_map=index_map,
-        max_score=max_score,
-        score_ops=score_ops,
-        linear_gradient=linear_gradient,
+    return _facts(
+        device,
+        dtypes[0],
+        head_dims[0],
+        head_dims[1],
+        None if heads is None else heads[0],
+        None if heads is None else heads[1],
+        None if score_steps is None else tuple(score_steps),
+        score_grads,
+        needs_backward,
+        has_bit_tiles,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        wide_results,
+        any(dtype != dtypes[0] for dtype in dtypes),
+        index_map,
+        max_score,
+        score_ops,
+        linear_gradient,
     )
+
+
+_facts = functools.lru_cache(maxsize=1024)(RequestFacts)  # which take longer to make than to find
 
 
 def facts_of(request: AttentionRequest, needs_backward: bool) -> RequestFacts:

@@ -1,4 +1,4 @@
-"""Triton kernels: the key runs of row tiles (and the query runs of key tiles) from row intervals.
+"""Triton kernels: the key runs of row tiles from row intervals (of key tiles: key_runs_triton.py).
 
 A program makes the runs of one tile: first the *spans*, exact ranges that some row of the tile touches or that all rows
 attend to, then the runs that a kernel walks.  A tile has room for so many spans and no more, which bounds its runs;
@@ -7,8 +7,7 @@ what is over is covered by the last touched span, or stays partial, so a plan is
 Every kernel runs twice over all tiles: to count the runs, and to write them where the counts' prefix sums say.
 
 Shape legend: X batch and head together, N row tiles over all of X, R intervals of a row, Q query rows, A rows or keys
-of a tile, E = R * A intervals of a tile, J part of E, S spans of a tile (one lane a span, more lanes than spans),
-G rows of a block, V blocks of a part of the rows.
+of a tile, E = R * A intervals of a tile, J part of E, S spans of a tile (one lane a span, more lanes than spans).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_NONE = tl.constexpr(2147483647)  # past every position
+NONE = tl.constexpr(2147483647)  # past every position
 
 
 @triton.jit
@@ -135,7 +134,7 @@ def _runs(
 
 
 @triton.jit
-def _finish(
+def finish_tile(
     tile,
     touched_begin_S,
     touched_end_S,
@@ -238,9 +237,9 @@ def row_tile_runs(
     tile = tl.program_id(0)
     row_begin, row_end = tl.load(tile_begin + tile), tl.load(tile_end + tile)
     lane_S = tl.arange(0, LANES)
-    touched_begin_S = tl.full([LANES], _NONE, tl.int32)
+    touched_begin_S = tl.full([LANES], NONE, tl.int32)
     touched_end_S = tl.zeros([LANES], tl.int32)
-    full_begin_S = tl.full([LANES], _NONE, tl.int32)
+    full_begin_S = tl.full([LANES], NONE, tl.int32)
     full_end_S = tl.zeros([LANES], tl.int32)
     touched = tile * 0
     full = tile * 0
@@ -267,28 +266,28 @@ def row_tile_runs(
             before_end_E += _cover(start_J, end_J, end_E - 1)
             at_end_E += _cover(start_J, end_J, end_E)
         rows = row_end - row_begin
-        touched_start_E = tl.where(used_E & (before_start_E == 0), start_E, _NONE)
-        touched_stop_E = tl.where(used_E & (at_end_E == 0), end_E, _NONE)
-        full_start_E = tl.where(used_E & (at_start_E == rows), start_E, _NONE)
-        full_stop_E = tl.where(used_E & (before_end_E == rows), end_E, _NONE)
+        touched_start_E = tl.where(used_E & (before_start_E == 0), start_E, NONE)
+        touched_stop_E = tl.where(used_E & (at_end_E == 0), end_E, NONE)
+        full_start_E = tl.where(used_E & (at_start_E == rows), start_E, NONE)
+        full_stop_E = tl.where(used_E & (before_end_E == rows), end_E, NONE)
 
         begin = tl.min(touched_start_E, axis=0)
-        while begin < _NONE:
-            end = tl.min(tl.where(touched_stop_E > begin, touched_stop_E, _NONE), axis=0)
+        while begin < NONE:
+            end = tl.min(tl.where(touched_stop_E > begin, touched_stop_E, NONE), axis=0)
             touched += 1
             last = touched == TOUCHED  # takes all that is left
             end = tl.where(last, tl.max(tl.where(used_E, end_E, 0), axis=0), end)
             touched_begin_S = tl.where(lane_S == touched - 1, begin, touched_begin_S)
             touched_end_S = tl.where(lane_S == touched - 1, end, touched_end_S)
-            begin = tl.min(tl.where((touched_start_E > end) & (touched < TOUCHED), touched_start_E, _NONE), axis=0)
+            begin = tl.min(tl.where((touched_start_E > end) & (touched < TOUCHED), touched_start_E, NONE), axis=0)
         begin = tl.min(full_start_E, axis=0)
-        while begin < _NONE:
-            end = tl.min(tl.where(full_stop_E > begin, full_stop_E, _NONE), axis=0)
+        while begin < NONE:
+            end = tl.min(tl.where(full_stop_E > begin, full_stop_E, NONE), axis=0)
             full_begin_S = tl.where(lane_S == full, begin, full_begin_S)
             full_end_S = tl.where(lane_S == full, end, full_end_S)
             full += 1
-            begin = tl.min(tl.where((full_start_E > end) & (full < FULL), full_start_E, _NONE), axis=0)
-    _finish(
+            begin = tl.min(tl.where((full_start_E > end) & (full < FULL), full_start_E, NONE), axis=0)
+    finish_tile(
         tile,
         touched_begin_S,
         touched_end_S,
@@ -297,236 +296,6 @@ def row_tile_runs(
         full_end_S,
         lane_S,
         kv_len,
-        step,
-        align,
-        totals,
-        partial_ptr,
-        full_ptr,
-        partial_runs,
-        full_runs,
-        GRID,
-        WRITE,
-    )
-
-
-# ---- key tiles ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def block_bounds(
-    starts, ends, bounds, used_rows, q_len, slots_of_all, blocks, BLOCKS_AT_ONCE: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
-    """Least and greatest start and end of each block of rows, int32 ``[4, X * R, blocks]``, and the first and last row
-    that uses each slot, ``[X * R, 2]``."""
-    slot = tl.program_id(1).to(tl.int64)
-    block_V = tl.program_id(0) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)
-    row_VG = block_V[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
-    row_VG = tl.minimum(row_VG, q_len - 1)  # a short block repeats its last row
-    start_VG = tl.load(starts + slot * q_len + row_VG)
-    end_VG = tl.load(ends + slot * q_len + row_VG)
-    used_VG = start_VG < end_VG
-    inside_V = block_V < blocks
-    plane = (tl.program_id(1).to(tl.int64) * 0 + slots_of_all) * blocks
-    out = bounds + slot * blocks + block_V
-    tl.store(out, tl.min(tl.where(used_VG, start_VG, _NONE), axis=1), mask=inside_V)
-    tl.store(out + plane, tl.max(tl.where(used_VG, start_VG, _NONE), axis=1), mask=inside_V)
-    tl.store(out + 2 * plane, tl.min(tl.where(used_VG, end_VG, -1), axis=1), mask=inside_V)
-    tl.store(out + 3 * plane, tl.max(tl.where(used_VG, end_VG, -1), axis=1), mask=inside_V)
-    tl.atomic_min(used_rows + 2 * slot, tl.min(tl.min(tl.where(used_VG, row_VG, _NONE), axis=1), axis=0))
-    tl.atomic_max(used_rows + 2 * slot + 1, tl.max(tl.max(tl.where(used_VG, row_VG, -1), axis=1), axis=0))
-
-
-@triton.jit
-def _advance(
-    kind,
-    new_kind,
-    row,
-    touched_begin_S,
-    touched_end_S,
-    touched,
-    full_begin_S,
-    full_end_S,
-    full,
-    lane_S,
-    TOUCHED: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """From ``row`` on rows are of ``new_kind`` (0: touches no key of the tile, 1: some, 2: all), before of ``kind``."""
-    opens = (kind == 0) & (new_kind > 0)
-    closes = (kind > 0) & (new_kind == 0)
-    touched_begin_S = tl.where((lane_S == touched) & opens & (touched < TOUCHED), row, touched_begin_S)
-    touched = tl.where(opens, tl.minimum(touched, TOUCHED - 1), touched)  # what is over prolongs the last span
-    touched_end_S = tl.where((lane_S == touched) & closes, row, touched_end_S)
-    touched += closes.to(tl.int32)
-    full_opens = (kind != 2) & (new_kind == 2)
-    full_closes = (kind == 2) & (new_kind != 2)
-    full_begin_S = tl.where((lane_S == full) & full_opens & (full < FULL), row, full_begin_S)
-    full_end_S = tl.where((lane_S == full) & full_closes & (full < FULL), row, full_end_S)
-    full = tl.minimum(full + full_closes.to(tl.int32), FULL)
-    return touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full
-
-
-@triton.jit
-def key_tile_runs(
-    starts,
-    ends,
-    bounds,
-    tile_begin,
-    tile_end,
-    tile_head,
-    totals,
-    partial_ptr,
-    full_ptr,
-    partial_runs,
-    full_runs,
-    q_len,
-    blocks,
-    SLOTS: tl.constexpr,
-    slots_of_all,
-    step,
-    align,
-    budget,
-    BLOCKS_AT_ONCE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    TOUCHED: tl.constexpr,
-    FULL: tl.constexpr,
-    GRID: tl.constexpr,
-    WRITE: tl.constexpr,
-):
-    """Query runs of the tile of keys [tile_begin, tile_end), a program a tile.
-
-    Rows are passed over block by block.  Bounds of a block's starts and ends mostly tell what all of its rows are;
-    where they do not, its rows are looked at.  After ``budget`` looks and changes the rest of the rows is one touched
-    span, as far as the bounds do not exclude it.
-    """
-    tile = tl.program_id(0)
-    key_begin, key_end = tl.load(tile_begin + tile), tl.load(tile_end + tile)
-    head = tl.load(tile_head + tile).to(tl.int64)
-    plane = (head * 0 + slots_of_all) * blocks
-    lane_S = tl.arange(0, LANES)
-    touched_begin_S = tl.full([LANES], _NONE, tl.int32)
-    touched_end_S = tl.zeros([LANES], tl.int32)
-    full_begin_S = tl.full([LANES], _NONE, tl.int32)
-    full_end_S = tl.zeros([LANES], tl.int32)
-    touched = tile * 0
-    full = tile * 0
-    kind = tile * 0
-    looks = tile * 0 + budget
-    known = tile * 0  # rows before are done with
-    rest_begin = tile * 0 + _NONE
-    rest_end = tile * 0
-    part = tl.where(key_begin < key_end, 0, blocks)
-    while part < blocks:
-        block_V = part + tl.arange(0, BLOCKS_AT_ONCE)
-        inside_V = block_V < blocks
-        some_V = block_V < 0
-        each_V = block_V < 0
-        some_full_V = block_V < 0
-        each_full_V = block_V < 0
-        for r in range(SLOTS):
-            at = bounds + (head * SLOTS + r) * blocks + block_V
-            least_start_V = tl.load(at, mask=inside_V, other=_NONE)
-            greatest_start_V = tl.load(at + plane, mask=inside_V, other=_NONE)
-            least_end_V = tl.load(at + 2 * plane, mask=inside_V, other=-1)
-            greatest_end_V = tl.load(at + 3 * plane, mask=inside_V, other=-1)
-            some_V = some_V | ((least_start_V < key_end) & (greatest_end_V > key_begin))
-            each_V = each_V | ((greatest_start_V < key_end) & (least_end_V > key_begin))
-            some_full_V = some_full_V | ((least_start_V <= key_begin) & (greatest_end_V >= key_end))
-            each_full_V = each_full_V | ((greatest_start_V <= key_begin) & (least_end_V >= key_end))
-        kind_V = tl.where(each_full_V, 2, tl.where(some_V, tl.where(each_V & ~some_full_V, 1, 3), 0))  # 3: not known
-        block = tl.min(tl.where(inside_V & (kind_V != kind) & (looks > 0), block_V, _NONE), axis=0)
-        while block < _NONE:
-            new_kind = tl.sum(tl.where(block_V == block, kind_V, 0), axis=0)
-            if new_kind == 3:
-                row_G = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-                inside_G = row_G < q_len
-                some_G = row_G < 0
-                each_G = row_G < 0
-                for r in range(SLOTS):
-                    at = (head * SLOTS + r) * q_len + row_G
-                    start_G = tl.load(starts + at, mask=inside_G, other=0)
-                    end_G = tl.load(ends + at, mask=inside_G, other=0)
-                    some_G = some_G | ((start_G < end_G) & (start_G < key_end) & (end_G > key_begin))
-                    each_G = each_G | ((start_G <= key_begin) & (end_G >= key_end))
-                kind_G = tl.where(each_G, 2, tl.where(some_G, 1, 0))
-                row = tl.min(tl.where(inside_G & (kind_G != kind), row_G, _NONE), axis=0)
-                while row < _NONE:
-                    row_kind = tl.sum(tl.where(row_G == row, kind_G, 0), axis=0)
-                    touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full = _advance(
-                        kind,
-                        row_kind,
-                        row,
-                        touched_begin_S,
-                        touched_end_S,
-                        touched,
-                        full_begin_S,
-                        full_end_S,
-                        full,
-                        lane_S,
-                        TOUCHED,
-                        FULL,
-                    )
-                    kind = row_kind
-                    looks -= 1
-                    row = tl.min(tl.where(inside_G & (kind_G != kind) & (row_G > row), row_G, _NONE), axis=0)
-            else:
-                touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full = _advance(
-                    kind,
-                    new_kind,
-                    block * BLOCK_ROWS,
-                    touched_begin_S,
-                    touched_end_S,
-                    touched,
-                    full_begin_S,
-                    full_end_S,
-                    full,
-                    lane_S,
-                    TOUCHED,
-                    FULL,
-                )
-                kind = new_kind
-            looks -= 1
-            known = tl.minimum((block + 1) * BLOCK_ROWS, q_len)
-            block = tl.min(
-                tl.where(inside_V & (kind_V != kind) & (block_V > block) & (looks > 0), block_V, _NONE), axis=0
-            )
-        if looks > 0:
-            known = tl.minimum((part + BLOCKS_AT_ONCE) * BLOCK_ROWS, q_len)
-        else:
-            rest_V = inside_V & (kind_V != 0) & (block_V * BLOCK_ROWS >= known)
-            rest_begin = tl.minimum(rest_begin, tl.min(tl.where(rest_V, block_V * BLOCK_ROWS, _NONE), axis=0))
-            rest_end = tl.maximum(rest_end, tl.max(tl.where(rest_V, (block_V + 1) * BLOCK_ROWS, 0), axis=0))
-        part += BLOCKS_AT_ONCE
-    # What is open ends with the rows that are known; the rest prolongs the last span, or is one of its own.
-    touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full = _advance(
-        kind,
-        0,
-        known,
-        touched_begin_S,
-        touched_end_S,
-        touched,
-        full_begin_S,
-        full_end_S,
-        full,
-        lane_S,
-        TOUCHED,
-        FULL,
-    )
-    if rest_end > 0:
-        first = touched == 0
-        touched_begin_S = tl.where((lane_S == 0) & first, rest_begin, touched_begin_S)
-        touched = tl.maximum(touched, 1)
-        touched_end_S = tl.where(lane_S == touched - 1, tl.minimum(rest_end, q_len), touched_end_S)
-    _finish(
-        tile,
-        touched_begin_S,
-        touched_end_S,
-        touched,
-        full_begin_S,
-        full_end_S,
-        lane_S,
-        q_len,
         step,
         align,
         totals,

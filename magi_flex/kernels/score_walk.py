@@ -84,18 +84,18 @@ Rule = Callable[[Call], tuple[str, torch.dtype]]  # the expression, and its dtyp
 
 
 class ScoreWalk:
-    """Lines of one function.  A language gives its rules, conversions, literals and definitions."""
+    """Lines of code.  A language gives its rules, conversions, literals, definitions and names of the arguments."""
 
     rules: Mapping[str, Rule]
     cast: Cast
+    names: Sequence[str] = NAMES
 
     def __init__(self, program: FxProgram, arguments: int) -> None:
         self.program = program
-        self.lines: list[str] = []
         self.values: dict[int, Value] = {}
         singles = [n for n, step in enumerate(program.steps) if step[0] == "arg"][:arguments]
-        for number, name, axes in zip(singles, NAMES, _AXES, strict=False):
-            dtype = torch.float32 if name in ("score", "grad") else torch.int32
+        for number, name, argument, axes in zip(singles, self.names, NAMES, _AXES, strict=False):
+            dtype = torch.float32 if argument in ("score", "grad") else torch.int32
             self.values[number] = Value(name, torch.empty((1,) * 4, dtype=dtype, device="meta"), axes)
 
     def define(self, number: int, code: str, meta: Tensor, axes: frozenset[str]) -> None:

@@ -6,7 +6,6 @@ E value head dim, S splits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionOutput, AttentionRequest, IndexMap
 from magi_flex.kernels.triton_backward import delta_kernel, kv_kernel, q_kernel
@@ -29,10 +29,6 @@ _ROW_BYTES = 1 << 13  # of a block of rows in the kernels that only read and add
 def unit_stride(x: Tensor) -> Tensor:
     """``x``, or a copy whose last dimension is contiguous, which is all that the kernels ask for."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache
@@ -102,7 +98,7 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
     parts = (out, lse, max_score)
     if splits > 1:
         parts = tuple(torch.empty((splits, *x.shape), dtype=torch.float32, device=device) for x in parts)
-    with _on(device):
+    with on_device(device):
         forward_kernel[(programs, splits)](
             q, k, v, *parts,
             _strides(q), _strides(k), _strides(v), _strides(parts[0][0] if splits > 1 else out),
@@ -134,7 +130,7 @@ def row_statistics(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None
     batch, heads, q_len, v_dim = out.shape
     kept_lse, delta = (torch.empty((batch, heads, q_len), dtype=torch.float32, device=out.device) for _ in range(2))
     block = max(1, _ROW_BYTES // (4 * padded(v_dim)))
-    with _on(out.device):
+    with on_device(out.device):
         delta_kernel[(-(-delta.numel() // block),)](
             out, d_out, lse, d_lse, delta, kept_lse,
             _strides(out), _strides(d_out), _strides(lse), (0, 0, 0) if d_lse is None else _strides(d_lse),
@@ -169,7 +165,7 @@ def backward_kv(
     col_tiles = schedule.row_tiles // group if apart else schedule.row_tiles
     replicas, replica_heads = _replicas(plan, batch, kv_heads)
     dk, dv = _like(request, request.k), _like(request, request.v)
-    with _on(q.device):
+    with on_device(q.device):
         kv_kernel[(col_tiles * replicas,)](
             q, k, v, d_out, lse, delta_BHQ, dk, dv,
             _strides(q), _strides(k), _strides(v), _strides(d_out), _strides(dk), _strides(dv),
@@ -199,7 +195,7 @@ def backward_q(
     schedule = schedule_for(plan, tiles.rows, tiles.keys)
     replicas, replica_heads = _replicas(plan, batch, heads)
     dq = _like(request, request.q)
-    with _on(q.device):
+    with on_device(q.device):
         q_kernel[(schedule.row_tiles * replicas,)](
             q, k, v, d_out, lse, delta_BHQ, dq,
             _strides(q), _strides(k), _strides(v), _strides(d_out), _strides(dq),

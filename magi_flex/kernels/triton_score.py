@@ -83,6 +83,7 @@ class _Writer(ScoreWalk):
     def __init__(self, program: FxProgram, split: Split, inputs: Sequence[Any], arguments: int) -> None:
         super().__init__(program, arguments)
         self.split = split
+        self.lines: list[str] = []
         self.first_arg: dict[int, int] = {}
         count = 0
         for number, x in zip(split.inputs, inputs, strict=True):

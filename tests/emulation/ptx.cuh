@@ -219,6 +219,12 @@ inline void stmatrix_x4_transposed(uint32 address, uint32 r0, uint32 r1, uint32 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float tanh_approx(float x) { return std::tanh(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
+inline float divide_approx(float x, float by) { return x / by; }
+inline float sqrt_approx(float x) { return std::sqrt(x); }
+inline float rsqrt_approx(float x) { return 1 / std::sqrt(x); }
+inline float max_nan(float x, float y) { return x > y || x != x ? x : y; }
+inline float min_nan(float x, float y) { return x < y || x != x ? x : y; }
 inline uint32 shift_left_saturating(uint32 value, uint32 amount) { return amount < 32 ? value << amount : 0; }
 inline uint32 bit_mask(uint32 first, uint32 count) {
     const uint32 ones = count < 32 ? (1u << count) - 1 : 0xffffffffu;

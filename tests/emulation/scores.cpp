@@ -10,12 +10,14 @@ void run(const void* params, const float* scores, const int* sizes, float* resul
     const auto& given = *static_cast<const typename Mod::Params*>(params);
     for (int b = 0; b < sizes[0]; ++b) {
         for (int h = 0; h < sizes[1]; ++h) {
+            const auto head = Mod::of_head(given, b, h);
             for (int q = 0; q < sizes[2]; ++q) {
+                const auto row = Mod::of_row(given, head, q - 3, 3, sizes[2] - 1);
                 for (int k = 0; k < sizes[3]; ++k, ++scores, ++results, ++slopes) {
-                    const ScoreIndex at{b, h, q, k};
+                    const auto key = Mod::of_key(given, head, k - 8, 8, sizes[3] - 1);
                     *slopes = 1.0f;
-                    *results = Mod::apply(*scores, given, at, *slopes);
-                    const float alone = Mod::apply(*scores, given, at);
+                    *results = Mod::apply(*scores, given, head, row, key, *slopes);
+                    const float alone = Mod::apply(*scores, given, head, row, key);
                     if (std::memcmp(results, &alone, 4)) *results = 1e30f;
                 }
             }

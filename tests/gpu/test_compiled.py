@@ -342,6 +342,36 @@ def test_fresh_tensors_compile_nothing(compilations: Compilations) -> None:
     assert counts[0] == counts[1] == counts[2] and counts[0][1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lengths_and_layouts(dtype: torch.dtype) -> None:
+    """One compiled function for any length, over poisoned memory: rows before heads, keys that all batch entries share,
+    values out of wider rows, documents of which some attend to nothing."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    with magi_flex.enable():
+        function = torch.compile(attend, fullgraph=True, dynamic=True)
+        for length in (129, 1, 5, 127, 257, 1025, 2046):
+            q, k = random(2, length, 4, 64).transpose(1, 2), random(1, 2, length, 64).expand(2, -1, -1, -1)
+            v = random(2, 2, length, 96)[..., 16:80]
+            ids = torch.arange(length, device="cuda") // 50
+            mask = stock.create_block_mask(
+                lambda b, h, q, k, ids=ids: (ids[q] == ids[k]) & (ids[q] != 1) & (k <= q),
+                None,
+                None,
+                length,
+                length,
+                "cuda",
+            )
+            dense = (ids[:, None] == ids) & (ids != 1)[:, None]
+            dense &= torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
+            poison = torch.full((64 << 20,), math.nan, device="cuda")
+            del poison
+            check(function, [x.requires_grad_() for x in (q, k, v)], dense[None, None], mask)
+
+
 def test_eager_calls() -> None:
     ids = torch.arange(700, device="cuda") // 257
     mask = magi_flex.create_block_mask(mods.document_causal(ids), None, None, 700, 700, "cuda")

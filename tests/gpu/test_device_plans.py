@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import magi_flex
+from inductor_lowering.packed_labels import LabelledIntervals
 from magi_flex import mods
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import device_plans
 from magi_flex.kernels.device_plans import build_device_plan
 from magi_flex.kernels.ffa_backward_schedule import plan_backward
-from magi_flex.kernels.ffa_schedule import make_schedule
+from magi_flex.kernels.ffa_schedule import device_schedule
 from magi_flex.kernels.tile_plans import choose_builder, kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import MaskSpec, split_captures
@@ -26,7 +27,7 @@ from tests.cases.reference import assert_within_factor, dense_attention_with_gra
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available() and device_plans.missing() is None:
-    from tests.interpreted.test_device_plans import assert_same, total_steps, without_capacity
+    from tests.interpreted.test_device_plans import assert_same, assert_same_schedule, total_steps, without_capacity
     from tests.test_tiles import CLASSES, check_invariants
 else:
     CLASSES = {}
@@ -81,6 +82,32 @@ def test_same_as_torch(size: int, sizes: tuple[int, int], kind: str) -> None:
         assert_same(without_capacity(tiles), without_capacity(wanted))
 
 
+@pytest.mark.parametrize("size", [129, 2046, 32768])
+def test_schedules(size: int) -> None:
+    for plan in benchmark_masks(size).values():
+        for narrow_tile in (0, 32):
+            assert_same_schedule(build_device_plan(plan.intervals, 24, 80, False, True), narrow_tile)
+
+
+@pytest.mark.parametrize("name", ["packed", "shuffled", "returning", "missing"])
+def test_rows_in_runs_of_their_labels(name: str) -> None:
+    """By our kernel as by torch's operations."""
+    size = 5000
+    ids = torch.arange(size) // 170
+    keys = {"shuffled": ids * 7 % 31, "returning": ids % 4}.get(name, ids) * (1 << 40)
+    rows = keys + 1 if name == "missing" else keys
+    rest = RowIntervals.build(
+        torch.zeros(1, 1, 1, size, dtype=torch.int32), torch.arange(1, size + 1).view(1, 1, 1, -1), size
+    )
+    on_cpu = LabelledIntervals(rest, rows.view(1, 1, -1), keys.view(1, 1, -1))
+    on_gpu = LabelledIntervals(
+        RowIntervals(rest.starts.cuda(), rest.ends.cuda(), size), on_cpu.row_labels.cuda(), on_cpu.key_labels.cuda()
+    )
+    (intervals, holds), (wanted, wanted_holds) = on_gpu.packed(), on_cpu.packed()
+    assert bool(holds) == bool(wanted_holds) == (name != "returning")
+    assert torch.equal(intervals.starts.cpu(), wanted.starts) and torch.equal(intervals.ends.cpu(), wanted.ends)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_patterns(name: str) -> None:
     mask = make_mask(name, 1025, 700).dense()
@@ -104,7 +131,7 @@ def test_nothing_is_waited_for(device_builder: None, no_waiting: None) -> None:
     masks = benchmark_masks(4096)
 
     def plan_all(plan: MaskPlan) -> None:
-        make_schedule(kernel_tile_plan(plan, 24, 80, ragged=True), 32)
+        device_schedule(kernel_tile_plan(plan, 24, 80, ragged=True), 32)
         plan_backward(plan, 64, 128, 1, 64, 8, 132)
         kernel_tile_plan(plan, 128, 128)
         kernel_tile_plan(plan, 128, 128, transposed=True)
@@ -151,7 +178,7 @@ def test_replayed_plans(device_builder: None) -> None:
 
     def build() -> tuple[Tensor, ...]:
         tiles = kernel_tile_plan(static, 24, 80, ragged=True)
-        schedule = make_schedule(tiles, 32)
+        schedule = device_schedule(tiles, 32)
         backward = plan_backward(static, 64, 128, 1, 64, 8, 132)
         return schedule.tile_rows, schedule.partial_runs, backward.entries, backward.plan.partial_runs
 

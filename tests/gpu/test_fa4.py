@@ -24,13 +24,13 @@ from magi_flex.kernels.request import (
     Softcap,
 )
 from magi_flex.mask_plan import MaskPlan
-from tests.cases.masks import MASKS, make_mask
+from tests.cases.masks import make_mask
 from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
+from tests.fa4_standin import INTERVAL_MASKS
 
 _missing = Fa4Backend().missing(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(_missing is not None, reason=str(_missing))
 
-BITS_MASKS = ("dense_table", "dilated", "bigbird", "selected_tokens", "natten_3d", "temporal_head")
 LENGTHS = (1, 5, 127, 129, 257, 1025, 2046)
 Dims = tuple[int, int]
 
@@ -79,7 +79,7 @@ def check(
         assert_within_factor(getattr(grads, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
 
 
-@pytest.mark.parametrize("name", sorted(set(MASKS) - set(BITS_MASKS)))
+@pytest.mark.parametrize("name", INTERVAL_MASKS)
 def test_every_mask(name: str) -> None:
     for q_len, kv_len in ((515, 515), (300, 1025)):
         check(make_mask(name, q_len, kv_len).dense())
@@ -144,6 +144,50 @@ def test_score_steps(name: str, group: int) -> None:
         check(dense, (4, 4 // group), (64, 64), steps, mod)
 
 
+def test_score_steps_in_packed_documents() -> None:
+    """Where a mod reads no more than differences of places, documents stay packed sequences."""
+    label = torch.repeat_interleave(torch.arange(3), torch.tensor([300, 129, 171]))
+    dense = (label[:, None] == label).tril()[None, None]
+    slopes, table = SLOPES.cuda(), TABLE.cuda()
+    for steps, mod in (
+        ((Softcap(5.0),), lambda s, b, h, q, k: 5 * torch.tanh(s / 5)),
+        ((Distance(-slopes, True),), lambda s, b, h, q, k: s - slopes[h.cuda()] * (q - k).abs().cuda()),
+        (
+            (Bias(table.flatten(), (0, 1299, 1, -1), 699),),
+            lambda s, b, h, q, k: s + table[h.cuda(), (q - k + 699).cuda()],
+        ),
+    ):
+        check(dense, (4, 2), (128, 128), steps, mod, layout="rows")
+
+
+@pytest.mark.parametrize("name", ["causal", "sink_and_window", "document"])
+def test_later_calls_are_launches_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package's interface, on other tensors of the same layout."""
+    dense = make_mask(name, 777).dense()[:1]
+    intervals = RowIntervals.from_dense(dense)
+    plan = MaskPlan(RowIntervals(intervals.starts.cuda(), intervals.ends.cuda(), 777))
+    interface = fa4.package().interface
+    for call in range(3):
+        torch.manual_seed(call)
+        q, k, v, d_out = (
+            torch.randn(1, 777, n, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for n in (8, 2, 2, 8)
+        )
+        request = AttentionRequest(q, k, v, plan, 0.1, max_score=False)
+        with monkeypatch.context() as patched:
+            if call:
+                for function in ("_flash_attn_fwd", "_flash_attn_bwd"):
+                    patched.setattr(interface, function, None)
+            result = Fa4Backend().forward(request)
+            grads = Fa4Backend().backward(request, result.out, result.lse, d_out, None)
+        exact, rounded = (
+            dense_attention_with_gradients(q, k, v, d_out, None, dense.cuda(), None, (), 0.1, dtype)
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        assert_within_factor(result.out, rounded.out, exact.out, floor=1e-3)
+        for part in ("dq", "dk", "dv"):
+            assert_within_factor(getattr(grads, part), getattr(rounded, part), getattr(exact, part), floor=2e-3)
+
+
 def test_scales_and_layouts() -> None:
     dense = make_mask("causal", 261).dense()
     check(dense, scale=-0.1)
@@ -152,13 +196,26 @@ def test_scales_and_layouts() -> None:
     check(make_mask("sink_and_window", 261).dense(), scale=-0.1)
 
 
-def test_a_general_score_mod_and_new_masks_compile_nothing() -> None:
+def _gated(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    return torch.where((q - k) % 3 == 0, s * torch.sigmoid(table[q]), s - 0.1 * table[k] ** 2)
+
+
+def _bucketed(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    """Distances in buckets that widen, as T5's; larger scores are pressed together."""
+    distance = (q - k).abs()
+    wide = 8 + (torch.log((distance + 1).float() / 8) * 4).to(torch.int32)
+    bucket = torch.where(distance < 8, distance, torch.clamp(wide, 0, 31))
+    return torch.where(s > 1, 1 + torch.log(s.clamp(min=1)), s) + table[bucket * 4 + h]
+
+
+@pytest.mark.parametrize("general", [_gated, _bucketed])
+def test_a_general_score_mod_and_new_masks_compile_nothing(general: Any) -> None:
     """Compiled flex_attention; documents that change each step, with a graph that no simple steps describe."""
     interface = fa4.package().interface
-    gate = torch.rand(1024, device="cuda")
+    table = torch.rand(1024, device="cuda")
 
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return torch.where((q - k) % 3 == 0, s * torch.sigmoid(gate[q]), s - 0.1 * gate[k] ** 2)
+        return general(s, b, h, q, k, table)
 
     torch._dynamo.reset()
     function = torch.compile(flex_attention, fullgraph=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa
 from magi_flex.kernels.ffa import FfaBackend, forward_instance, forward_schedule
-from magi_flex.kernels.ffa_forward import launch_forward
+from magi_flex.kernels.ffa_forward import ForwardLaunch
 from magi_flex.kernels.request import (
     AttentionOutput,
     AttentionRequest,
@@ -246,7 +246,8 @@ def test_only_the_tensor_is_written() -> None:
     frame = torch.full((1, heads + 2, length + 32, 192), 7.0, device="cuda", dtype=q.dtype)
     out = frame[:, 1:-1, 16:-16, 32:-32]
     lse = torch.full((3, heads, length), 7.0, device="cuda")
-    launch_forward(instance, q, k, v, plan.intervals, forward_schedule(plan, instance), 0.1, out, lse[1:2], None)
+    schedule = forward_schedule(plan, instance)
+    ForwardLaunch(instance, q, k, v, out, plan.intervals, schedule, 0.1)(q, k, v, out, lse[1:2], None)
     exact = dense_attention(q, k, v, dense.cuda(), scale=0.1)
     torch.testing.assert_close(out.double(), exact.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse[1].double(), exact.lse[0], atol=1e-3, rtol=1e-3)
@@ -265,7 +266,7 @@ def test_cuda_graph_replays() -> None:
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
 
     def launch() -> None:
-        launch_forward(instance, q, k, v, plan.intervals, schedule, 0.1, out, lse, None)
+        ForwardLaunch(instance, q, k, v, out, plan.intervals, schedule, 0.1)(q, k, v, out, lse, None)
 
     launch()
     torch.cuda.synchronize()

@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inductor_lowering.packed_labels import LabelledIntervals
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import device_plans
 from magi_flex.kernels.device_plans import build_device_plan
+from magi_flex.kernels.ffa_schedule import device_schedule, make_schedule
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan, build_tile_plan
 from tests.cases.masks import make_mask
@@ -147,3 +149,48 @@ def test_nothing_to_do() -> None:
         for kind in CLASSES:
             tiles = built(MaskPlan.from_dense(mask), 4, 4, kind)
             check_invariants(tiles, mask, 4, 4, kind)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("lengths", [(300, 37), (1, 1), (20, 513)])
+def test_rows_in_runs_of_their_labels(slots: int, lengths: tuple[int, int]) -> None:
+    """As torch's operations find them: labels that return, that are missing, that stand in one run each."""
+    generator = torch.Generator().manual_seed(0)
+    q_len, kv_len = lengths
+    rest = RowIntervals.build(
+        torch.randint(-2, kv_len, (2, 2, slots, q_len), generator=generator),
+        torch.randint(0, kv_len + 3, (2, 2, slots, q_len), generator=generator),
+        kv_len,
+    )
+    seen = set()
+    for kind in range(4):
+        keys = torch.randint(0, 9, (2, 2, kv_len), generator=generator) * (1 << 40)
+        rows = torch.randint(0, 9, (2, 2, q_len), generator=generator) * (1 << 40)
+        if kind % 2:
+            keys = -keys.sort().values  # one run each
+        if kind == 2:
+            rows = rows.fill_(torch.iinfo(torch.int64).min)  # of no key
+        mask = LabelledIntervals(rest, rows, keys)
+        intervals, holds = mask.packed()
+        by_kernel, also_holds = mask.packed_by_kernel()
+        assert torch.equal(by_kernel.starts, intervals.starts) and torch.equal(by_kernel.ends, intervals.ends)
+        assert bool(holds) == bool(also_holds)
+        seen.add(bool(holds))
+    assert seen == {True, False} or kv_len == 1
+
+
+def assert_same_schedule(tiles: TilePlan, narrow_tile: int) -> None:
+    """Our kernels bring ``tiles`` into the working order of torch's operations."""
+    wanted = make_schedule(tiles, narrow_tile)
+    got = device_schedule(tiles, narrow_tile)
+    for name in ("tile_rows", "tile_runs", "tile_heads", "full_runs", "count"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+    runs = int(tiles.partial_ptr[-1])
+    assert torch.equal(got.partial_runs[:runs], wanted.partial_runs[:runs])
+
+
+@pytest.mark.parametrize("narrow_tile", [0, 32])
+@pytest.mark.parametrize("name", ["document_causal", "per_batch_and_head_mix", "nothing"])
+def test_schedules(name: str, narrow_tile: int) -> None:
+    intervals = RowIntervals.from_dense(make_mask(name, 129).dense())
+    assert_same_schedule(build_device_plan(intervals, 24, 80, False, True), narrow_tile)

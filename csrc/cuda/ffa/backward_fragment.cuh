@@ -107,20 +107,31 @@ template <class C> struct Fragment {
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
         const int key = step.key_begin + half * 64 + warp * 16 + lane / 4, row = lane % 4 * 2;
         const int last_key = step.key_end - 1, last_row = params.q_len - 1;
+        // Of a thread's rows the even ones are of one head, the odd ones of one (which may be the same one).
+        const typename Score::Head heads[2] = {
+            Score::of_head(params.score_params, step.batch, step.head + row % C::kPack),
+            Score::of_head(params.score_params, step.batch, step.head + (row + 1) % C::kPack)};
+        const typename Score::Key keys[2][2] = {{Score::of_key(params.score_params, heads[0], key, 0, last_key),
+                                                 Score::of_key(params.score_params, heads[1], key, 0, last_key)},
+                                                {Score::of_key(params.score_params, heads[0], key, 8, last_key),
+                                                 Score::of_key(params.score_params, heads[1], key, 8, last_key)}};
+        const int odd = C::kPack == 1;  // positions from an even row to the next one
+        const int first_row = step.row + row / C::kPack;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const float2 row_shift = shift[4 * j];
             const uint2 word = masked ? mask_words(j) : uint2{0xffffffffu, 0xffffffffu};
             float weight[4];
+            const int offset = 8 * j / C::kPack;
+            const typename Score::Row rows[2] = {
+                Score::of_row(params.score_params, heads[0], first_row, offset, last_row),
+                Score::of_row(params.score_params, heads[1], first_row, offset + odd, last_row)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // Tables must be readable for pairs outside of the lengths too; what they hold there may be NaN.
-                const int step_row = row + 8 * j + i % 2;
-                const ScoreIndex at{step.batch, step.head + step_row % C::kPack,
-                                    min(step.row + step_row / C::kPack, last_row), min(key + 8 * (i / 2), last_key)};
                 float& score = scores[4 * j + i];
                 float slope = 1.0f;
-                score = Score::apply(score * params.score_scale, params.score_params, at, slope);
+                score = Score::apply(score * params.score_scale, params.score_params, heads[i % 2], rows[i % 2],
+                                     keys[i / 2][i % 2], slope);
                 const bool attended = (i % 2 ? word.y : word.x) & (i / 2 ? high : low);
                 const float exponent = fmaf(score, params.scale_log2, i % 2 ? -row_shift.y : -row_shift.x);
                 weight[i] = attended ? ptx::exp2_approx(exponent) : 0.0f;

@@ -48,14 +48,20 @@ struct Consumer : OutputRows {
 
     template <int kColumns> FFA_DEVICE void modify_scores(float (&scores)[kColumns / 2], const KeyTile& tile) {
         if constexpr (Score::kCount > 0) {
+            static_assert(8 % kPack == 0, "both rows of a thread's fragment are of one head");
+            const auto head = Score::of_head(params.score_params, item.batch, item.head + fragment_row(0) % kPack);
+            const int row = item.row_begin + fragment_row(0) / kPack, last_row = params.q_len - 1;
+            const typename Score::Row rows[2] = {Score::of_row(params.score_params, head, row, 0, last_row),
+                                                 Score::of_row(params.score_params, head, row, 8 / kPack, last_row)};
+            const int first_key = tile.begin + 2 * (lane_index() & 3), last_key = params.kv_len - 1;
 #pragma unroll
-            for (int i = 0; i < kColumns / 2; ++i) {
-                const int tile_row = fragment_row(i / 2 % 2);
-                // Positions outside of the lengths are masked; their tables must be readable all the same.
-                const ScoreIndex at{item.batch, item.head + tile_row % kPack,
-                                    min(item.row_begin + tile_row / kPack, params.q_len - 1),
-                                    min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
-                scores[i] = Score::apply(scores[i] * params.score_scale, params.score_params, at);
+            for (int c = 0; c < kColumns / 4; ++c) {
+                const auto key = Score::of_key(params.score_params, head, first_key, 8 * (c / 2) + c % 2, last_key);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& score = scores[4 * (c / 2) + 2 * h + c % 2];
+                    score = Score::apply(score * params.score_scale, params.score_params, head, rows[h], key);
+                }
             }
         }
     }

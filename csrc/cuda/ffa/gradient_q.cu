@@ -72,17 +72,29 @@ struct Consumer {
 
     // S becomes P times the derivative of the score mod.
     FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const KeyTile& tile) const {
+        if constexpr (Score::kCount == 0) {
 #pragma unroll
-        for (int i = 0; i < kKvTile / 2; ++i) {
-            const int h = i / 2 % 2;
-            if constexpr (Score::kCount == 0) {
-                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -shift[h]));
-            } else {
-                const ScoreIndex at{item.batch, item.head + fragment_row(h) % kPack, position(h),
-                                    min(tile.begin + 8 * (i / 4) + 2 * (lane_index() & 3) + i % 2, params.kv_len - 1)};
-                float slope = 1.0f;
-                const float score = Score::apply(scores[i] * params.score_scale, params.score_params, at, slope);
-                scores[i] = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
+            for (int i = 0; i < kKvTile / 2; ++i) {
+                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -shift[i / 2 % 2]));
+            }
+        } else {
+            static_assert(8 % kPack == 0, "both rows of a thread's fragment are of one head");
+            const auto head = Score::of_head(params.score_params, item.batch, item.head + fragment_row(0) % kPack);
+            const int row = item.row_begin + fragment_row(0) / kPack, last_row = params.q_len - 1;
+            const typename Score::Row rows[2] = {Score::of_row(params.score_params, head, row, 0, last_row),
+                                                 Score::of_row(params.score_params, head, row, 8 / kPack, last_row)};
+            const int first_key = tile.begin + 2 * (lane_index() & 3), last_key = params.kv_len - 1;
+#pragma unroll
+            for (int c = 0; c < kKvTile / 4; ++c) {
+                const auto key = Score::of_key(params.score_params, head, first_key, 8 * (c / 2) + c % 2, last_key);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& weight = scores[4 * (c / 2) + 2 * h + c % 2];
+                    float slope = 1.0f;
+                    const float score =
+                        Score::apply(weight * params.score_scale, params.score_params, head, rows[h], key, slope);
+                    weight = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
+                }
             }
         }
     }

@@ -171,6 +171,38 @@ FFA_DEVICE float tanh_approx(float x) {
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+FFA_DEVICE float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Within two units in the last place, for all numbers.
+FFA_DEVICE float divide_approx(float x, float by) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(by));
+    return y;
+}
+FFA_DEVICE float sqrt_approx(float x) {
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+FFA_DEVICE float rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// NaN if one of them is.
+FFA_DEVICE float max_nan(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+FFA_DEVICE float min_nan(float x, float y) {
+    float z;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
 // Shift that gives 0 for amounts of 32 and more.
 FFA_DEVICE uint32 shift_left_saturating(uint32 value, uint32 amount) {
     uint32 y;

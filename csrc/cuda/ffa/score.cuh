@@ -1,5 +1,10 @@
 // Score mods, applied to a fragment of scores: a sequence of simple steps (magi_flex/kernels/request.py), or code that was
 // generated from the mod's graph (FFA_GENERATED_SCORE; magi_flex/kernels/ffa_generated_score.py).
+//
+// A mod works in four parts, so that a kernel does each as seldom as its fragment allows: what depends on batch entry and
+// head alone (Head), on them and the row (Row), on them and the key (Key), and `apply` for each score.  Rows and keys are
+// given as the first one of a thread and an offset that is known when the code is compiled.  They may lie behind the last
+// one: such pairs are masked, but what is read for them must be readable (and may be NaN).
 #pragma once
 
 #include "ptx.cuh"
@@ -20,7 +25,9 @@ struct ScoreIndex {
 
 template <ScoreStep kStep>
 FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, const ScoreIndex& at) {
-    if constexpr (kStep == ScoreStep::multiply) {
+    if constexpr (kStep == ScoreStep::none) {
+        return score;
+    } else if constexpr (kStep == ScoreStep::multiply) {
         return score * step.value;
     } else if constexpr (kStep == ScoreStep::softcap) {
         return step.value * ptx::tanh_approx(score * step.inverse);
@@ -56,34 +63,42 @@ FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, cons
 }
 
 template <ScoreStep... kSteps> struct ScoreSteps {
-    static constexpr int kCount = sizeof...(kSteps);
+    static constexpr int kCount = ((kSteps != ScoreStep::none) + ...);
     static constexpr bool kSlopes = ((kSteps == ScoreStep::softcap) || ...);  // the derivative depends on the score
     struct Params {
-        ScoreStepParams steps[kCount];
+        ScoreStepParams steps[sizeof...(kSteps)];
+    };
+    struct Head {
+        int batch, head;
+    };
+    struct Row {
+        int row;
+    };
+    struct Key {
+        int key;
     };
 
-    FFA_DEVICE static float apply(float score, const Params& params, const ScoreIndex& at) {
+    FFA_DEVICE static Head of_head(const Params&, int batch, int head) { return {batch, head}; }
+    FFA_DEVICE static Row of_row(const Params&, const Head&, int first, int offset, int last) {
+        return {min(first + offset, last)};
+    }
+    FFA_DEVICE static Key of_key(const Params&, const Head&, int first, int offset, int last) {
+        return {min(first + offset, last)};
+    }
+    FFA_DEVICE static float apply(float score, const Params& params, const Head& head, const Row& row, const Key& key) {
         const ScoreStepParams* step = params.steps;
+        const ScoreIndex at{head.batch, head.head, row.row, key.key};
         ((score = apply_score_step<kSteps>(score, *step++, at)), ...);
         return score;
     }
-    FFA_DEVICE static float apply(float score, const Params& params, const ScoreIndex& at, float& slope) {
+    FFA_DEVICE static float apply(float score, const Params& params, const Head& head, const Row& row, const Key& key,
+                                  float& slope) {
         const ScoreStepParams* step = params.steps;
+        const ScoreIndex at{head.batch, head.head, row.row, key.key};
         ((score = apply_score_step<kSteps>(score, *step++, at, slope)), ...);
         return score;
     }
 };
-// No score mod.
-template <> struct ScoreSteps<ScoreStep::none> {
-    static constexpr int kCount = 0;
-    static constexpr bool kSlopes = false;
-    struct Params {
-        ScoreStepParams unused;
-    };
-    FFA_DEVICE static float apply(float score, const Params&, const ScoreIndex&) { return score; }
-    FFA_DEVICE static float apply(float score, const Params&, const ScoreIndex&, float&) { return score; }
-};
-
 #if FFA_GENERATED_SCORE
 #include "score_math.cuh"
 // The struct score_math::GeneratedScore, which has what ScoreSteps has.

@@ -3,6 +3,8 @@
 //
 // Types: bool, int8 to int64, uint8, float, double.  16-bit floats are held as floats that were rounded.  Whole numbers
 // wrap around, as torch's do.  A division of whole numbers by zero gives 0, which only pairs that are masked may do.
+// Exponentials, quotients, roots, tanh and sigmoid of floats are as exact as those of Triton's code for a mod (a few units
+// in the last place, an exponential's more where its argument is large), without branches.
 #pragma once
 
 #include "ptx.cuh"
@@ -21,14 +23,11 @@ template <> inline constexpr bool kIsFloat<double> = true;
 #define FFA_FLOAT_FUNCTION(name)                                 \
     FFA_DEVICE float name(float x) { return ::name##f(x); }      \
     FFA_DEVICE double name(double x) { return ::name(x); }
-FFA_FLOAT_FUNCTION(exp)
-FFA_FLOAT_FUNCTION(exp2)
 FFA_FLOAT_FUNCTION(expm1)
 FFA_FLOAT_FUNCTION(log)
 FFA_FLOAT_FUNCTION(log2)
 FFA_FLOAT_FUNCTION(log10)
 FFA_FLOAT_FUNCTION(log1p)
-FFA_FLOAT_FUNCTION(sqrt)
 FFA_FLOAT_FUNCTION(sin)
 FFA_FLOAT_FUNCTION(cos)
 FFA_FLOAT_FUNCTION(tan)
@@ -37,7 +36,6 @@ FFA_FLOAT_FUNCTION(acos)
 FFA_FLOAT_FUNCTION(atan)
 FFA_FLOAT_FUNCTION(sinh)
 FFA_FLOAT_FUNCTION(cosh)
-FFA_FLOAT_FUNCTION(tanh)
 FFA_FLOAT_FUNCTION(erf)
 FFA_FLOAT_FUNCTION(erfc)
 FFA_FLOAT_FUNCTION(floor)
@@ -53,7 +51,29 @@ FFA_FLOAT_FUNCTION(pow)
 FFA_FLOAT_FUNCTION(atan2)
 #undef FFA_FLOAT_FUNCTION
 
-template <class T> FFA_DEVICE T sigmoid(T x) { return 1 / (1 + exp(-x)); }
+constexpr float kLog2E = 1.44269504f;
+FFA_DEVICE float exp(float x) { return ptx::exp2_approx(x * kLog2E); }
+FFA_DEVICE double exp(double x) { return ::exp(x); }
+FFA_DEVICE float exp2(float x) { return ptx::exp2_approx(x); }
+FFA_DEVICE double exp2(double x) { return ::exp2(x); }
+FFA_DEVICE float sqrt(float x) { return ptx::sqrt_approx(x); }
+FFA_DEVICE double sqrt(double x) { return ::sqrt(x); }
+FFA_DEVICE float rsqrt(float x) { return ptx::rsqrt_approx(x); }
+FFA_DEVICE double rsqrt(double x) { return 1 / ::sqrt(x); }
+FFA_DEVICE float sigmoid(float x) { return ptx::reciprocal_approx(1 + exp(-x)); }
+FFA_DEVICE double sigmoid(double x) { return 1 / (1 + ::exp(-x)); }
+FFA_DEVICE float tanh(float x) {
+    // 1 - 2 / (exp(2 |x|) + 1), and near 0, where that cancels, x + x^3 P(x^2) with P fitted to the least relative error.
+    const float far = fmaf(-2.0f, ptx::reciprocal_approx(1 + ptx::exp2_approx(2 * kLog2E * fabsf(x))), 1.0f);
+    const float square = x * x;
+    float near = fmaf(0x1.0d5034p-6f, square, -0x1.af7cccp-5f);
+    near = fmaf(near, square, 0x1.10cef6p-3f);
+    near = fmaf(near, square, -0x1.555452p-2f);
+    near = fmaf(near * square, x, x);
+    return fabsf(x) < 0.55f ? near : copysignf(far, x);
+}
+FFA_DEVICE double tanh(double x) { return ::tanh(x); }
+
 template <class T> FFA_DEVICE T softplus(T x, T beta, T threshold) {
     return x * beta > threshold ? x : log1p(exp(x * beta)) / beta;
 }
@@ -73,11 +93,13 @@ template <DType kType> FFA_DEVICE float round_to(float x) {
     return rounded;
 }
 
-// From an index, which counts from the end where it is negative, to the position; returns whether there is one.
-template <class Offset, class Index> FFA_DEVICE bool locate(Index index, Offset size, Offset& position) {
+// Of an index, which counts from the end where it is negative; negative where there is no such position.
+template <class Offset, class Index> FFA_DEVICE Offset position(Index index, Offset size) {
     const auto wrapped = index < 0 ? index + size : index + Offset(0);
-    position = static_cast<Offset>(wrapped);
-    return wrapped >= 0 && wrapped < size;
+    return wrapped >= 0 && wrapped < size ? static_cast<Offset>(wrapped) : Offset(-1);
+}
+template <class T> FFA_DEVICE const void* advance(const void* table, int64 offset) {
+    return static_cast<const T*>(table) + offset;
 }
 template <class T> FFA_DEVICE T load(const void* table, int64 offset) {
     return __ldg(static_cast<const T*>(table) + offset);
@@ -120,12 +142,19 @@ template <class T> FFA_DEVICE T negate(T x) {
 }
 template <class T> FFA_DEVICE T absolute(T x) {
     if constexpr (kIsFloat<T>) {
-        return x < 0 ? -x : x == 0 ? T(0) : x;
+        return ::fabs(x);
     } else {
         return x < 0 ? negate(x) : x;
     }
 }
-template <class T> FFA_DEVICE T divide(T a, T b) { return a / b; }
+FFA_DEVICE float divide(float a, float b) { return ptx::divide_approx(a, b); }
+FFA_DEVICE double divide(double a, double b) { return a / b; }
+// a / b, rounded exactly, for a that was a whole number and a constant b with its inverse: one Newton step.  What a mod
+// makes of a position, a block's number for one, may hang on the last bit.
+FFA_DEVICE float divide_by(float a, float b, float inverse) {
+    const float quotient = a * inverse;
+    return fmaf(fmaf(-quotient, b, a), inverse, quotient);
+}
 
 template <class T> FFA_DEVICE T truncating_divide(T a, T b) {
     if constexpr (kIsFloat<T>) {
@@ -173,6 +202,8 @@ template <class T> FFA_DEVICE T power(T base, T exponent) {
 // NaN if one of them is.
 template <class T> FFA_DEVICE T larger(T a, T b) { return a > b || a != a ? a : b; }
 template <class T> FFA_DEVICE T smaller(T a, T b) { return a < b || a != a ? a : b; }
+template <> FFA_DEVICE float larger(float a, float b) { return ptx::max_nan(a, b); }
+template <> FFA_DEVICE float smaller(float a, float b) { return ptx::min_nan(a, b); }
 template <class T> FFA_DEVICE T sign_of(T x) { return static_cast<T>((x > 0) - (x < 0)); }
 template <class T> FFA_DEVICE T shift_left(T x, T by) {
     return by < 0 || by >= static_cast<T>(8 * sizeof(T)) ? T(0) : static_cast<T>(static_cast<uint64>(x) << by);

@@ -1,0 +1,271 @@
+"""What a score mod's code reads in the Hopper kernels: captures, what torch computes from them, tables by distance."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.kernels.score_distance import Lengths, by_distance, distance_costs, function_of_distance, gather
+from magi_flex.kernels.score_ranges import Range, ranges
+from magi_flex.kernels.score_split import Split, per_program, split_of
+from magi_flex.kernels.score_walk import kernel_inputs
+
+_CONSTANTS = ("aten::full", "aten::scalar_tensor")
+_READ_COST = 6  # cheap operations that take as long as reading a table by distance
+_TABLE_BYTES = 64 << 20  # the largest table by distance and head
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of the tables by distance that a launch may have.
+
+    Attributes:
+        lengths: of the request.
+        head_offset: what the mod sees is the head plus this.
+        heads_last: ``[D, H]`` instead of ``[H, D]``, for kernels where a warp has several heads of few distances.
+    """
+
+    lengths: Lengths
+    head_offset: int
+    heads_last: bool
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether there is room for a table by distance and head."""
+        return 4 * self.lengths.distances * self.lengths.heads <= _TABLE_BYTES
+
+
+class ByDistance(NamedTuple):
+    """Tells tables by distance apart.
+
+    Attributes:
+        what: of which values.
+        by_head: how many heads a table by distance and head is of, else 0.
+        heads_last: see :class:`Layout`.
+    """
+
+    what: Hashable
+    by_head: int
+    heads_last: bool
+
+
+class Reading(NamedTuple):
+    """A captured tensor that is read by distance and, perhaps, head.
+
+    Attributes:
+        source: the step that is the tensor.
+        what: tells such tensors apart.
+        indices: of each of its axes: a function of the distance, a number, or None for the head.
+    """
+
+    source: int
+    what: Hashable
+    indices: tuple[str | int | None, ...]
+
+
+class LaunchArguments:
+    """What a launch passes: the fields of ``Params`` and their values.  Equal inputs are passed once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.fields: list[str] = []
+        self.format = ""
+        self.values: list[int | float] = []
+        self.tables: list[Tensor] = []
+        self.inputs: dict[Hashable, tuple[str, Any]] = {}  # name in the code, value
+        # By graph: steps that read a captured tensor and the axes whose index is in bounds for all pairs.
+        self.in_bounds: dict[str, frozenset[tuple[int, int]]] = {}
+
+    def add(self, what: Hashable, x: Any) -> None:
+        """``what`` tells inputs apart."""
+        if what in self.inputs:
+            return
+        name = f"x{len(self.inputs)}"
+        self.inputs[what] = f"args.{name}", x
+        if isinstance(x, Tensor):
+            x = x.to(self.device)  # single numbers may lie on the CPU
+            self.tables.append(x)
+            self._field("const void*", "Q", name, x.data_ptr())
+            if isinstance(what, ByDistance):
+                return
+            for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+                self._field("int64", "q", f"{name}_size{axis}", size)
+                self._field("int64", "q", f"{name}_stride{axis}", stride)
+        elif isinstance(x, float):
+            self._field("double", "d", name, x)
+        else:
+            self._field("int64", "q", name, int(x))
+
+    def _field(self, kind: str, code: str, name: str, value: int | float) -> None:
+        self.fields.append(f"{kind} {name};")
+        self.format += code
+        self.values.append(value)
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What of the inputs the code depends on."""
+        return tuple(
+            (what, x.dtype, x.dim(), offset_type(x)) if isinstance(x, Tensor) else (what, type(x))
+            for what, (_, x) in self.inputs.items()
+        )
+
+
+def offset_type(x: Tensor) -> str:
+    """For positions in ``x``, counted in elements."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return "int" if reach < 1 << 31 and max(x.shape, default=0) < 1 << 31 else "int64"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A score program as the code takes it.
+
+    Attributes:
+        arguments: how many of its arguments are single numbers.
+        name: tells the graphs of a mod apart.
+        steps: those of single scores that the result needs, in order.
+        constants: steps that are a number, whatever the captures are: value and dtype.
+        inputs: the other steps before the kernel that the code reads, with what tells them apart.
+        distances: of ``steps`` those whose values are read from a table by distance, as functions of the distance.
+        readings: of ``steps`` those that are such a table of a captured tensor.
+    """
+
+    program: FxProgram
+    arguments: int
+    name: str
+    split: Split
+    steps: tuple[int, ...]
+    constants: dict[int, tuple[bool | int | float, torch.dtype]]
+    inputs: dict[int, Hashable]
+    distances: dict[int, str]
+    readings: dict[int, Reading]
+
+    @staticmethod
+    def of(program: FxProgram, arguments: int, name: str, layout: Layout | None) -> Graph:
+        """``layout``: of tables by distance, where these are possible."""
+        has_heads = layout is not None and layout.has_heads
+        key = ("cuda", arguments, name, layout is not None, has_heads)
+        return per_program(program, key, lambda: _graph(program, arguments, name, layout is not None, has_heads))
+
+    def add_inputs(self, launch: LaunchArguments, captures: Sequence[Any], layout: Layout | None) -> None:
+        sources = tuple(dict.fromkeys((*self.inputs, *(reading.source for reading in self.readings.values()))))
+        found = kernel_inputs(self.program, sources, self.arguments, captures, launch.device)
+        values = dict(zip(sources, found, strict=True))
+        for step, what in self.inputs.items():
+            launch.add(what, values[step])
+        launch.in_bounds[self.name] = frozenset() if layout is None else self._in_bounds(values, layout)
+        if layout is None or not (self.distances or self.readings):
+            return
+        launch.add("first", layout.lengths.first)
+        launch.add("distances", layout.lengths.distances)
+        for function in self.distances.values():
+            launch.add(ByDistance(function, 0, False), by_distance(function, layout.lengths, launch.device))
+        for step, reading in self.readings.items():
+            source, what = values[reading.source].to(launch.device), self.table_of(step, layout)
+            if source.dim() != len(reading.indices):
+                raise UnsupportedProgram("a captured tensor that is not indexed down to single elements")
+            if what not in launch.inputs:
+                where = (tuple(source.shape), layout.lengths, layout.head_offset, layout.heads_last, launch.device)
+                launch.add(what, gather(reading.indices, *where).of(source))
+
+    def _in_bounds(self, values: dict[int, Any], layout: Layout) -> frozenset[tuple[int, int]]:
+        """Steps that read a captured tensor where it lies, with the axes whose index needs no check."""
+        bounds = per_program(self.program, ("bounds", layout.lengths, layout.head_offset), lambda: self._bounds(layout))
+        found = set()
+        for step in self.steps:
+            if self.program.steps[step][1] != "aten::index" or step in self.readings:
+                continue
+            source, indices = self.program.steps[step][3]
+            table = values.get(source["node"])
+            for axis, index in enumerate(indices):
+                low, high = bounds.get(index["node"], (-1, 0)) if isinstance(index, dict) else (index, index)
+                if isinstance(table, Tensor) and axis < table.dim() and 0 <= low and high < table.shape[axis]:
+                    found.add((step, axis))
+        return frozenset(found)
+
+    def _bounds(self, layout: Layout) -> dict[int, Range]:
+        _, _, h, q, k = [number for number, step in enumerate(self.program.steps) if step[0] == "arg"][:5]
+        heads, q_len, kv_len = layout.lengths
+        least = layout.head_offset
+        return ranges(self.program, {h: (least, least + heads - 1), q: (0, q_len - 1), k: (0, kv_len - 1)})
+
+    def table_of(self, step: int, layout: Layout) -> ByDistance:
+        """The table that a step of ``distances`` or ``readings`` is read from."""
+        if step in self.distances:
+            return ByDistance(self.distances[step], 0, False)
+        reading = self.readings[step]
+        by_head = layout.lengths.heads if None in reading.indices else 0
+        return ByDistance((reading.what, reading.indices), by_head, layout.heads_last)
+
+
+def _graph(program: FxProgram, arguments: int, name: str, by_distance: bool, by_head: bool) -> Graph:
+    split = split_of(program, arguments)
+    given = [number for number, step in enumerate(program.steps) if step[0] == "arg"]
+    costs = distance_costs(program, arguments) if by_distance else {}
+    tile, distances, readings = set(split.tile) - set(split.sums), {}, {}
+
+    def what(step: int) -> Hashable:
+        return ("capture", given.index(step) - arguments) if step in given else (name, step)
+
+    used: set[int] = set()
+    open_steps = [step for step in split.outputs[:1] if step is not None]
+    while open_steps:
+        step = open_steps.pop()
+        if step in used:
+            continue
+        used.add(step)
+        if step not in tile:
+            continue
+        indices = _indices_of_reading(program, step, split, given[2], costs)
+        if indices is not None and (by_head or None not in indices):
+            source = program.steps[step][3][0]["node"]
+            readings[step] = Reading(source, what(source), indices)
+        elif costs.get(step, 0) > _READ_COST:
+            distances[step] = function_of_distance(program, step)
+        else:
+            open_steps += program.references(step)
+    constants, inputs = {}, {}
+    for step in split.inputs:
+        if step in used:
+            constant = _constant(program, step)
+            if constant is not None:
+                constants[step] = constant
+            else:
+                inputs[step] = what(step)
+    steps = tuple(step for step in split.tile if step in used)
+    distances, readings = ({step: found[step] for step in steps if step in found} for found in (distances, readings))
+    return Graph(program, arguments, name, split, steps, constants, inputs, distances, readings)
+
+
+def _constant(program: FxProgram, step: int) -> tuple[bool | int | float, torch.dtype] | None:
+    """Value and dtype of a step that is one number in every call."""
+    if program.steps[step][0] != "call" or program.steps[step][1] not in _CONSTANTS or program.references(step):
+        return None
+    value = program.ending_at(step).run([None] * len(program.steps), torch.device("cpu"), torch.float32)
+    return (value.item(), value.dtype) if value.dim() == 0 else None
+
+
+def _indices_of_reading(
+    program: FxProgram, step: int, split: Split, head: int, costs: dict[int, int]
+) -> tuple[str | int | None, ...] | None:
+    """See :class:`Reading`; None where the step is no such thing."""
+    if program.steps[step][1] != "aten::index":
+        return None
+    source, indices = program.steps[step][3]
+    found: list[str | int | None] = []
+    for index in indices:
+        node = index["node"] if isinstance(index, dict) and "node" in index else None
+        if type(index) is int:
+            found.append(index)
+        elif node == head and None not in found:
+            found.append(None)
+        elif node in costs:
+            found.append(function_of_distance(program, node))
+        else:
+            return None
+    whole = source["node"] in split.inputs and any(isinstance(x, str) for x in found)
+    return tuple(found) if whole else None

@@ -1,0 +1,114 @@
+"""What kernels derive from a plan: kept with it, made anew when its tensors change, never taken for another plan's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.plan_cache import _CAPACITY, derived, kept, nothing_kept
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import MaskSpec
+
+
+class Counted:
+    """Gives a plan's area, and counts how often."""
+
+    def __init__(self, plan: MaskPlan) -> None:
+        self.plan, self.calls = plan, 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.plan.area()
+
+
+def test_follows_the_contents() -> None:
+    plan = MaskPlan(RowIntervals.full(8, 8))
+    area = Counted(plan)
+    assert derived(plan, "area", area) == kept(plan, "area", area) == 64
+    assert area.calls == 1
+    plan.ends.sub_(4)
+    assert derived(plan, "area", area) == derived(plan, "other", area) == derived(plan, "area", area) == 32
+    assert area.calls == 3
+
+
+def test_a_storage_that_is_replaced() -> None:
+    """Memory freed by a plan that lives on is another plan's now, with as many changes counted."""
+    plan = MaskPlan(RowIntervals.full(16, 4))
+    assert derived(plan, "area", plan.area) == 64
+    old = plan.ends.data_ptr()
+    plan.ends.untyped_storage().resize_(0)
+    plan.ends.untyped_storage().resize_(64 * 1024)
+    plan.ends.untyped_storage().fill_(0)
+    assert plan.ends.data_ptr() != old and derived(plan, "area", plan.area) == 0
+
+
+def test_memory_that_is_used_again_is_another_plan() -> None:
+    for length in range(1, 40):
+        plan = MaskPlan(RowIntervals.full(16, length))
+        assert derived(plan, "area", plan.area) == 16 * length
+        del plan
+
+
+def test_an_alias_of_the_same_memory_is_another_plan() -> None:
+    """``.data`` counts changes from 0 again, so that neither address nor count tells the two masks apart."""
+    plan = MaskPlan(RowIntervals.full(8, 8))
+    assert derived(plan, "area", plan.area) == 64
+    plan.ends.data.fill_(4)
+    other = MaskPlan(RowIntervals(plan.starts.data, plan.ends.data, 8))
+    assert derived(other, "area", other.area) == 32
+
+
+def test_nothing_outlives_the_plan() -> None:
+    plan = MaskPlan(RowIntervals.full(8, 8))
+    owner = weakref.ref(derived(plan, "set", _Value))
+    assert owner() is not None
+    del plan
+    gc.collect()
+    assert owner() is None
+
+
+class _Value:
+    pass
+
+
+def test_layouts_without_end() -> None:
+    plan = MaskPlan(RowIntervals.full(8, 8))
+    for i in range(3 * _CAPACITY):
+        assert kept(plan, i, lambda i=i: i) == i
+    assert len(plan.memo) <= _CAPACITY
+
+
+def test_nothing_is_kept_where_a_graph_owns_the_memory() -> None:
+    plan = MaskPlan(RowIntervals.full(8, 8))
+    area = Counted(plan)
+    with nothing_kept(plan, None):
+        assert derived(plan, "area", area) == kept(plan, "area", area) == 64
+    assert area.calls == 2 and not plan.memo
+
+
+@pytest.mark.parametrize("kv_len", [8, 0])
+def test_plans_of_inference_are_kept(kv_len: int) -> None:
+    """Inference tensors do not count their changes, so a mask's plan consists of others."""
+    full = MaskSpec(None, "")
+    with torch.inference_mode():
+        plan = full.build([], [], 1, 1, 8, kv_len, torch.device("cpu")).plan
+        area = Counted(plan)
+        assert derived(plan, "area", area) == derived(plan, "area", area) == 8 * kv_len
+        assert area.calls == 1
+        theirs = MaskPlan(RowIntervals(torch.zeros(1, 1, 1, 4, dtype=torch.int32), torch.ones(1, 1, 1, 4).int(), 4))
+        assert derived(theirs, "area", theirs.area) == 4
+        theirs.ends.fill_(2)
+        assert derived(theirs, "area", theirs.area) == 8
+
+
+def test_calls_without_a_mask_share_a_plan() -> None:
+    full = MaskSpec(None, "")
+    cpu = torch.device("cpu")
+    plan = full.build([], [], 2, 4, 16, 32, cpu).plan
+    assert full.build([], [], 1, 8, 16, 32, cpu).plan is plan
+    assert plan.to_dense().all() and plan.to_dense().shape == (1, 1, 16, 32)
+    assert full.build([], [], 2, 4, 17, 32, cpu).plan is not plan
