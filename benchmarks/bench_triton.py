@@ -77,7 +77,7 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, head_dim: int, ro
     }
     rows = []
     for direction, works in sides.items():
-        ms = _times(works, max(1, 8192 // length), rounds)
+        ms = _times(works, max(1, 32768 // length), rounds)
         rate = {
             name: attention_tflops(plan.area(), heads, head_dim, head_dim, direction, value)
             for name, value in ms.items()

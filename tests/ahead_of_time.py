@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a GPU that is not there, and print what came out.
 
-    python -m tests.ahead_of_time 90 [--head-dim 128] [--dtype float16] [--general] [--features]    # for 9.0
+    python -m tests.ahead_of_time 90 [--head-dim 128] [--dtype float16] [--general | --features | --hopper]    # for 9.0
 
 Prints a JSON line a kernel: name, seconds, shared memory, what :func:`usage` says, and counts of instructions.
 """
@@ -30,6 +30,7 @@ from magi_flex.kernels import triton_backend, triton_launch
 from magi_flex.kernels.request import AttentionRequest, Bias, Distance, IndexMap, ScoreProgram, Softcap
 from magi_flex.kernels.triton_backend import TritonBackend
 from magi_flex.kernels.triton_configs import Tiles
+from magi_flex.kernels.triton_score import backward_score
 from magi_flex.mask_plan import MaskPlan
 
 _INSTRUCTIONS = ("wgmma.mma_async", "mma.sync", "cp.async", "ld.global.v4", "ld.local", "st.local")
@@ -119,6 +120,16 @@ def both_ways(request: AttentionRequest) -> None:
     TritonBackend().backward(request, result.out, result.lse, torch.zeros_like(result.out), result.lse)
 
 
+def hopper_kernels(request: AttentionRequest) -> None:
+    from magi_flex.kernels import hopper_launch
+
+    score = backward_score(request.score, request.q.device)
+    result = hopper_launch.forward(request, score, request.scale)
+    arguments = (request, score, request.scale, torch.zeros_like(result.out), result.lse, result.lse)
+    hopper_launch.backward_kv(*arguments)
+    hopper_launch.backward_q(*arguments)
+
+
 def every_feature(dtype: torch.dtype) -> None:
     """What makes a kernel's code another one, in tiles so small that they compile fast."""
     sizes = {"forward": Tiles(16, 32, 4, 2), "kv": Tiles(32, 16, 4, 2), "q": Tiles(16, 32, 4, 2)}
@@ -141,6 +152,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--general", action="store_true", help="with a general score mod")
     parser.add_argument("--features", action="store_true", help="everything that changes the code, in small tiles")
+    parser.add_argument("--hopper", action="store_true", help="the Gluon kernels, too")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
 
@@ -155,7 +167,10 @@ def main() -> None:
     else:
         causal = torch.ones(1, 1, 256, 256, dtype=torch.bool).tril()
         score = general_score(8) if args.general else ScoreProgram()
-        both_ways(attention_request(dtype, args.head_dim, score, causal))
+        request = attention_request(dtype, args.head_dim, score, causal)
+        both_ways(request)
+        if args.hopper:
+            hopper_kernels(request)
 
 
 if __name__ == "__main__":

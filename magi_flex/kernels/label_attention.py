@@ -145,7 +145,9 @@ def _blocks(mask: LabelledAttention) -> tuple[Any, ...]:
 
 def _options(request: AttentionRequest, mask: LabelledAttention, score: KernelScore) -> dict[str, Any]:
     head_dim, v_dim = request.q.shape[3], request.v.shape[3]
-    widest = max(padded(head_dim), padded(v_dim)) * request.q.element_size()
+    element_size = request.q.element_size()
+    d, e = padded(head_dim, element_size), padded(v_dim, element_size)
+    widest = max(d, e) * element_size
     size = next((size for size, most in _WIDEST_ROW.items() if widest <= most), 16)
     return {
         "SCORE": score.score,
@@ -153,8 +155,8 @@ def _options(request: AttentionRequest, mask: LabelledAttention, score: KernelSc
         "BLOCKS": mask.blocks is not None,
         "HEAD_DIM": head_dim,
         "V_DIM": v_dim,
-        "D": padded(head_dim),
-        "E": padded(v_dim),
+        "D": d,
+        "E": e,
         "M": size,
         "N": size,
         "num_warps": 4,

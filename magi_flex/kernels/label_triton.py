@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from magi_flex.kernels.triton_mask import in_intervals
+from magi_flex.kernels.triton_mask import first_interval, in_intervals
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _PARTIAL = tl.constexpr(1)  # states of a block, see LabelledAttention.blocks
@@ -27,9 +27,9 @@ def _attends(mask, blocks, b, h, row, row_ok, col, q_len, kv_len, SLOTS: tl.cons
         blocks: (states, rows of a block, keys of a block, batch entries, heads), read where BLOCKS.
     """
     mask_head = (b % mask[5]).to(tl.int64) * mask[6] + h % mask[6]
-    first = mask_head * mask[2] * q_len
     col_ok = (col >= 0) & (col < kv_len)
-    result = in_intervals(mask[0] + first, mask[1] + first, row, row_ok, col, q_len, mask[2], SLOTS)
+    known = first_interval(mask, row, row_ok, mask_head, q_len)
+    result = in_intervals(known, mask, row, row_ok, col, mask_head, q_len, SLOTS)
     row_label = tl.load(mask[3] + mask_head * q_len + row, mask=row_ok, other=0)
     key_label = tl.load(mask[4] + mask_head * kv_len + col, mask=col_ok, other=0)
     result = result & (row_label == key_label)

@@ -6,9 +6,11 @@ This file imports no Triton, which may be missing; the kernels are imported when
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from magi_flex.kernels.triton_score import SUPPORTED, backward_score, forward_sc
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_CAPABILITY = (8, 0)
+_GLUON_RELEASES = ("3.6.",)
 
 
 class TritonBackend(Backend):
@@ -64,8 +67,8 @@ class TritonBackend(Backend):
             found.append(f"serves head dims from 1 to {LARGEST_HEAD_DIM}, not {facts.head_dim} and {facts.v_head_dim}")
         elif not fits(
             DIRECTIONS if facts.needs_backward else DIRECTIONS[:1],
-            padded(facts.head_dim),
-            padded(facts.v_head_dim),
+            padded(facts.head_dim, facts.dtype.itemsize),
+            padded(facts.v_head_dim, facts.dtype.itemsize),
             facts.dtype.itemsize,
             facts.device,
         ):
@@ -90,7 +93,11 @@ class TritonBackend(Backend):
             lse = torch.full(q.shape[:3], -math.inf, device=q.device)
             return AttentionOutput(out, lse, lse.clone())
         score, scale = _folded(request)
-        return triton_launch.forward(request, forward_score(score, q.device), scale, _tiles("forward", q, v, score))
+        kernel_score = forward_score(score, q.device)
+        hopper = _hopper_launch(q.device)
+        if hopper is not None and hopper.serves(request):
+            return hopper.forward(request, kernel_score, scale)
+        return triton_launch.forward(request, kernel_score, scale, _tiles("forward", q, v, score))
 
     def backward(
         self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
@@ -109,6 +116,11 @@ class TritonBackend(Backend):
             return AttentionGradients(dq, dk, dv, kernel_score.finish())
         lse, delta = triton_launch.row_statistics(out, d_out, lse, d_lse)
         d_out = d_out.to(q.dtype)
+        hopper = _hopper_launch(q.device)
+        if hopper is not None and hopper.serves(request, d_out):
+            dk, dv = hopper.backward_kv(request, kernel_score, scale, d_out, lse, delta)
+            dq = hopper.backward_q(request, kernel_score, scale, d_out, lse, delta)
+            return AttentionGradients(dq, dk, dv, kernel_score.finish())
         kv_tiles, q_tiles = (_tiles(direction, q, v, score) for direction in ("kv", "q"))
         dk, dv = triton_launch.backward_kv(request, kernel_score, scale, d_out, lse, delta, kv_tiles)
         dq = triton_launch.backward_q(request, kernel_score, scale, d_out, lse, delta, q_tiles)
@@ -116,7 +128,8 @@ class TritonBackend(Backend):
 
 
 def _tiles(direction: str, q: Tensor, v: Tensor, score: ScoreProgram) -> Tiles:
-    tiles = tiles_for(direction, q.dtype, padded(q.shape[3]), padded(v.shape[3]), q.device)
+    head_dim, v_dim = (padded(x.shape[3], x.dtype.itemsize) for x in (q, v))
+    tiles = tiles_for(direction, q.dtype, head_dim, v_dim, q.device)
     return tiles if score.is_identity else for_score_mod(direction, tiles, score.steps is None)
 
 
@@ -126,6 +139,22 @@ def _folded(request: AttentionRequest) -> tuple[ScoreProgram, float]:
         return request.score, request.scale
     scale, steps = leading_factors(request.scale, request.score.steps)
     return replace(request.score, steps=steps), scale
+
+
+@functools.cache
+def _hopper_launch(device: torch.device) -> ModuleType | None:
+    """The module that launches the Hopper kernels, where they run.
+
+    They are written in Gluon, an experimental part of Triton that changes between releases: others than those that they
+    ran with take the plain kernels.
+    """
+    import triton
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if not triton.__version__.startswith(_GLUON_RELEASES):
+        return None
+    return importlib.import_module("magi_flex.kernels.hopper_launch")
 
 
 @functools.cache

@@ -36,11 +36,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
+def row_strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def _mask(plan: MaskPlan) -> tuple[Any, ...]:
+def mask_tensors(plan: MaskPlan) -> tuple[Any, ...]:
     """The kernels' ``mask`` argument."""
     intervals = plan.intervals
     bounds = (intervals.starts.contiguous(), intervals.ends.contiguous(), intervals.max_intervals)
@@ -50,7 +50,7 @@ def _mask(plan: MaskPlan) -> tuple[Any, ...]:
     return *bounds, bits.row_ptr.contiguous(), bits.cols, bits.slot, bits.bits.contiguous()
 
 
-def _mask_constants(plan: MaskPlan) -> dict[str, Any]:
+def mask_constants(plan: MaskPlan) -> dict[str, Any]:
     bits = plan.bit_tiles
     return {
         "SLOTS": 1 << (plan.intervals.max_intervals - 1).bit_length(),
@@ -58,14 +58,14 @@ def _mask_constants(plan: MaskPlan) -> dict[str, Any]:
     }
 
 
-def _index_maps(index_map: IndexMap) -> tuple[Any, ...]:
+def index_maps(index_map: IndexMap) -> tuple[Any, ...]:
     def tensor(index: Tensor | None) -> Tensor | None:
         return None if index is None else index.to(torch.int32).contiguous()
 
     return index_map.b_offset, index_map.h_offset, tensor(index_map.q_index), tensor(index_map.k_index)
 
 
-def _replicas(plan: MaskPlan, batch: int, heads: int) -> tuple[int, int]:
+def replicas_of(plan: MaskPlan, batch: int, heads: int) -> tuple[int, int]:
     """(programs that walk the same row tile, those of them that belong to one batch entry)."""
     mask_batch, mask_heads = plan.starts.shape[:2]
     replica_heads = heads if mask_heads == 1 else 1
@@ -74,7 +74,8 @@ def _replicas(plan: MaskPlan, batch: int, heads: int) -> tuple[int, int]:
 
 def _dims(request: AttentionRequest) -> dict[str, int]:
     head_dim, v_dim = request.q.shape[3], request.v.shape[3]
-    return {"HEAD_DIM": head_dim, "V_DIM": v_dim, "D": padded(head_dim), "E": padded(v_dim)}
+    size = request.q.dtype.itemsize
+    return {"HEAD_DIM": head_dim, "V_DIM": v_dim, "D": padded(head_dim, size), "E": padded(v_dim, size)}
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
     group = heads // k.shape[1]
     rows, pack = packing(q_len, group, plan.starts.shape[1], tiles.rows)
     schedule = schedule_for(plan, rows // pack, tiles.keys)
-    replicas, replica_heads = _replicas(plan, batch, heads // pack)
+    replicas, replica_heads = replicas_of(plan, batch, heads // pack)
     programs = schedule.row_tiles * replicas
     splits = split_count(programs, k.shape[2], tiles.keys, multiprocessors(device))
 
@@ -101,21 +102,21 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float, tiles: 
     with on_device(device):
         forward_kernel[(programs, splits)](
             q, k, v, *parts,
-            _strides(q), _strides(k), _strides(v), _strides(parts[0][0] if splits > 1 else out),
+            row_strides(q), row_strides(k), row_strides(v), row_strides(parts[0][0] if splits > 1 else out),
             (math.prod(shape), math.prod(shape[:3])),
-            _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
-            score.args, _index_maps(request.score.index_map),
+            mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
+            score.args, index_maps(request.score.index_map),
             schedule.row_tiles, q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
-            SCORE=score.score, **_mask_constants(plan), **_dims(request),
+            SCORE=score.score, **mask_constants(plan), **_dims(request),
             M=rows, N=tiles.keys, PACK=pack, SPLIT=splits > 1, POSITIVE_SCALE=scale > 0,
             num_warps=tiles.warps if rows >= 64 else 4, num_stages=tiles.stages,
         )  # fmt: skip
         if splits > 1:
             total = batch * heads * q_len
-            padded_dim = padded(shape[3])
+            padded_dim = padded(shape[3], 4)
             block = max(1, _ROW_BYTES // (8 * padded_dim))
             merge_kernel[(-(-total // block),)](
-                *parts, out, lse, max_score, _strides(out), splits, total, q_len, heads,
+                *parts, out, lse, max_score, row_strides(out), splits, total, q_len, heads,
                 V_DIM=shape[3], E=padded_dim, M=block,
             )  # fmt: skip
     return AttentionOutput(out, lse, max_score)
@@ -129,17 +130,18 @@ def row_statistics(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None
     out, d_out = unit_stride(out), unit_stride(d_out)
     batch, heads, q_len, v_dim = out.shape
     kept_lse, delta = (torch.empty((batch, heads, q_len), dtype=torch.float32, device=out.device) for _ in range(2))
-    block = max(1, _ROW_BYTES // (4 * padded(v_dim)))
+    padded_dim = padded(v_dim, 4)
+    block = max(1, _ROW_BYTES // (4 * padded_dim))
     with on_device(out.device):
         delta_kernel[(-(-delta.numel() // block),)](
             out, d_out, lse, d_lse, delta, kept_lse,
-            _strides(out), _strides(d_out), _strides(lse), (0, 0, 0) if d_lse is None else _strides(d_lse),
-            delta.numel(), q_len, heads, V_DIM=v_dim, E=padded(v_dim), M=block,
+            row_strides(out), row_strides(d_out), row_strides(lse), (0, 0, 0) if d_lse is None else row_strides(d_lse),
+            delta.numel(), q_len, heads, V_DIM=v_dim, E=padded_dim, M=block,
         )  # fmt: skip
     return kept_lse, delta
 
 
-def _like(request: AttentionRequest, x: Tensor) -> Tensor:
+def gradient_of(request: AttentionRequest, x: Tensor) -> Tensor:
     """An uninitialised gradient of ``x``."""
     return empty_in_order(x, x.shape, fill_order(x), torch.float32 if request.wide_results else x.dtype)
 
@@ -163,17 +165,17 @@ def backward_kv(
     apart = mask_heads > 1 and group > 1  # the heads of a group have different masks
     schedule = schedule_for(plan, tiles.rows, tiles.keys, transposed=True, aligned=apart)
     col_tiles = schedule.row_tiles // group if apart else schedule.row_tiles
-    replicas, replica_heads = _replicas(plan, batch, kv_heads)
-    dk, dv = _like(request, request.k), _like(request, request.v)
+    replicas, replica_heads = replicas_of(plan, batch, kv_heads)
+    dk, dv = gradient_of(request, request.k), gradient_of(request, request.v)
     with on_device(q.device):
         kv_kernel[(col_tiles * replicas,)](
             q, k, v, d_out, lse, delta_BHQ, dk, dv,
-            _strides(q), _strides(k), _strides(v), _strides(d_out), _strides(dk), _strides(dv),
-            _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
-            score.args, score.d_args, _index_maps(request.score.index_map),
+            row_strides(q), row_strides(k), row_strides(v), row_strides(d_out), row_strides(dk), row_strides(dv),
+            mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
+            score.args, score.d_args, index_maps(request.score.index_map),
             col_tiles, -(-k.shape[2] // tiles.keys) if apart else 0,
             q_len, heads, group, *plan.starts.shape[:2], replica_heads, scale,
-            SCORE=score.score, D_SCORE=score.d_score, **_mask_constants(plan), TAILS=schedule.bounded,
+            SCORE=score.score, D_SCORE=score.d_score, **mask_constants(plan), TAILS=schedule.bounded,
             **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return dk, dv
@@ -193,17 +195,17 @@ def backward_q(
     plan = request.plan
     batch, heads, q_len, _ = q.shape
     schedule = schedule_for(plan, tiles.rows, tiles.keys)
-    replicas, replica_heads = _replicas(plan, batch, heads)
-    dq = _like(request, request.q)
+    replicas, replica_heads = replicas_of(plan, batch, heads)
+    dq = gradient_of(request, request.q)
     with on_device(q.device):
         q_kernel[(schedule.row_tiles * replicas,)](
             q, k, v, d_out, lse, delta_BHQ, dq,
-            _strides(q), _strides(k), _strides(v), _strides(d_out), _strides(dq),
-            _mask(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
-            score.args, score.d_args, score.grads, _index_maps(request.score.index_map),
+            row_strides(q), row_strides(k), row_strides(v), row_strides(d_out), row_strides(dq),
+            mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
+            score.args, score.d_args, score.grads, index_maps(request.score.index_map),
             schedule.row_tiles, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, D_CAPTURES=score.d_captures,
-            **_mask_constants(plan), TAILS=schedule.bounded,
+            **mask_constants(plan), TAILS=schedule.bounded,
             **_dims(request), M=tiles.rows, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return dq

@@ -18,15 +18,30 @@ def attends(mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS: tl.co
     """Whether each (query, key) of a tile attends.
 
     Args:
-        mask: (starts, ends, slots, bit row_ptr, bit cols, bit slots, bits); see :func:`in_intervals`, :func:`in_bits`.
+        mask: (starts, ends, slots, bit row_ptr, bit cols, bit slots, bits); see :func:`in_bits`.  ``starts`` and
+            ``ends`` are int32 [mask heads, slots, q_len].
         row, row_ok: query numbers, and whether they are inside the lengths; ``row_0``: the tile's first.
         col: key numbers; ``col_0``: the tile's first.
         mask_head: which batch entry and head of the mask (b * H + h).
         SLOTS: intervals of a row, rounded up to a power of two so that few kernels serve all masks.
         BIT_TILES: their (rows, keys), or () where the mask has none.
     """
-    first = mask_head.to(tl.int64) * mask[2] * q_len
-    result = in_intervals(mask[0] + first, mask[1] + first, row, row_ok, col, q_len, mask[2], SLOTS)
+    known = first_interval(mask, row, row_ok, mask_head, q_len)
+    return attends_beyond(known, mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS, BIT_TILES)
+
+
+@triton.jit
+def first_interval(mask, row, row_ok, mask_head, q_len):
+    """(first key, number of keys) of each row's first interval."""
+    return interval(mask, mask_head.to(tl.int64) * mask[2] * q_len + row, row_ok)
+
+
+@triton.jit
+def attends_beyond(
+    known, mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS: tl.constexpr, BIT_TILES: tl.constexpr
+):
+    """What :func:`attends` says, where the rows' first interval is known."""
+    result = in_intervals(known, mask, row, row_ok, col, mask_head, q_len, SLOTS)
     if len(BIT_TILES) > 0:
         bands = tl.cdiv(q_len, BIT_TILES[0])
         row_ptr = mask[3] + mask_head.to(tl.int64) * (bands + 1) + row_0 // BIT_TILES[0]
@@ -35,21 +50,26 @@ def attends(mask, row, row_ok, row_0, col, col_0, mask_head, q_len, SLOTS: tl.co
 
 
 @triton.jit
-def in_intervals(starts, ends, row, row_ok, col, q_len, slots, SLOTS: tl.constexpr):
-    """``starts`` and ``ends`` of one mask head, int32 [slots, q_len]."""
-    result = in_interval(starts + row, ends + row, row_ok, col)
+def in_intervals(known, mask, row, row_ok, col, mask_head, q_len, SLOTS: tl.constexpr):
+    """Whether each pair lies in an interval of the row; ``known`` is the first."""
+    result = inside(known, col)
     for slot in tl.static_range(1, SLOTS):
-        at = tl.cast(q_len, tl.int64) * slot + row
-        result = result | in_interval(starts + at, ends + at, row_ok & (slot < slots), col)
+        at = (mask_head.to(tl.int64) * mask[2] + slot) * q_len + row
+        result = result | inside(interval(mask, at, row_ok & (slot < mask[2])), col)
     return result
 
 
 @triton.jit
-def in_interval(start, end, readable, col):
+def interval(mask, at, readable):
+    """(first key, number of keys) at place ``at`` of the starts and ends; nothing where not readable."""
+    first = tl.load(mask[0] + at, mask=readable, other=0)
+    return first, tl.maximum(tl.load(mask[1] + at, mask=readable, other=0) - first, 0)
+
+
+@triton.jit
+def inside(interval, col):
     """One unsigned comparison: for keys before the start the difference is a huge number."""
-    first = tl.load(start, mask=readable, other=0)
-    length = tl.maximum(tl.load(end, mask=readable, other=0) - first, 0)
-    return (col - first).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+    return (col - interval[0]).to(tl.uint32, bitcast=True) < interval[1].to(tl.uint32, bitcast=True)
 
 
 @triton.jit

@@ -12,8 +12,16 @@ from torch import Tensor
 import magi_flex
 from magi_flex import op_specs
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import route
-from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram, Softcap
+from magi_flex.kernels import route, triton_backend
+from magi_flex.kernels.request import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionRequest,
+    Bias,
+    Distance,
+    ScoreProgram,
+    Softcap,
+)
 from magi_flex.kernels.triton_backend import TritonBackend
 from magi_flex.mask_plan import BitTiles, MaskPlan
 from tests.cases.masks import MASKS, make_mask
@@ -132,6 +140,72 @@ def test_wide_results_lse_gradient_and_empty_rows() -> None:
     result, gradients = check(AttentionRequest(q, k, v, plan, 0.125, wide_results=True), d_out, dense, d_lse)
     assert result.out.dtype == gradients.dq.dtype == gradients.dk.dtype == torch.float32
     assert (result.out[1] == 0).all() and (gradients.dk[1] == 0).all() and (gradients.dq[0, :, 100:110] == 0).all()
+
+
+@pytest.fixture
+def always_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The Hopper kernels take what they can, however small, with few programs; returns which were launched."""
+    hopper = triton_backend._hopper_launch(torch.device("cuda", torch.cuda.current_device()))
+    if hopper is None:
+        pytest.skip("needs a Hopper GPU and a release of Triton that the kernels are for")
+    monkeypatch.setattr(hopper, "pays", lambda q: True)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 3)
+    launched = []
+    for name in ("forward", "backward_kv", "backward_q"):
+        launch = getattr(hopper, name)
+        monkeypatch.setattr(hopper, name, lambda *args, n=name, f=launch: launched.append(n) or f(*args))
+    return launched
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_every_mask_on_hopper(name: str, always_hopper: list[str]) -> None:
+    for lengths in ((1025, 1025), (257, 700)):
+        case = make_mask(name, *lengths)
+        dense = case.dense()
+        heads, kv_heads = (case.heads, case.heads) if case.heads > 1 else (8, 2)
+        q, k, v, d_out = inputs(max(2, case.batch), heads, kv_heads, *lengths, 64, 64, torch.bfloat16)
+        check(AttentionRequest(q, k, v, on_gpu(MaskPlan.from_dense(dense)), 0.125), d_out, dense)
+    assert len(always_hopper) == 6
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_on_hopper(length: int, always_hopper: list[str]) -> None:
+    for name, other in (("causal", length), ("sink_and_window", 333), ("full", length)):
+        dense = make_mask(name, length, other).dense()
+        q, k, v, d_out = inputs(1, 4, 2, length, other, 128, 128, torch.float16)
+        check(AttentionRequest(q, k, v, on_gpu(MaskPlan.from_dense(dense)), -0.09), d_out, dense)
+    assert len(always_hopper) == 9
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (16, 16), (40, 24), (72, 80), (24, 96)])
+def test_head_dims_on_hopper(dims: tuple[int, int], always_hopper: list[str]) -> None:
+    dense = make_mask("document_causal", 300).dense()
+    q, k, v, d_out = inputs(2, 4, 2, 300, 300, *dims, torch.bfloat16)
+    check(AttentionRequest(q, k, v, on_gpu(MaskPlan.from_dense(dense)), dims[0] ** -0.5), d_out, dense)
+    assert len(always_hopper) == 3
+
+
+def test_score_steps_on_hopper(always_hopper: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plain kernels, which other tests compare with float64."""
+    q, k, v, d_out = inputs(2, 4, 2, 300, 411, 128, 128, torch.bfloat16)
+    slopes, table = torch.rand(4, device="cuda"), torch.randn(300, 411, device="cuda")
+    plan = on_gpu(MaskPlan.from_dense(make_mask("sink_and_window", 300, 411).dense()))
+    for step in (Softcap(2.0), Distance(slopes, True), Bias(table, (0, 0, 411, 1), 0, 0.5)):
+        request = AttentionRequest(q, k, v, plan, 0.1, ScoreProgram((step,)))
+        got = run(request, d_out)
+        with monkeypatch.context() as only_plain:
+            only_plain.setattr(triton_backend, "_hopper_launch", lambda device: None)
+            expected = run(request, d_out)
+        for one, two in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+    assert len(always_hopper) == 9
+
+
+def run(request: AttentionRequest, d_out: Tensor) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv."""
+    result = KERNEL.forward(request)
+    gradients = KERNEL.backward(request, result.out, result.lse, d_out, None)
+    return result.out, result.lse, gradients.dq, gradients.dk, gradients.dv
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 16])
