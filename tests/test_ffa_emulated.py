@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import ffa, ffa_backward_schedule, tile_plans
+from magi_flex.kernels import ffa, ffa_backward_schedule, ffa_plans, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_copy_rows import can_copy, launch_copy_rows
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
@@ -219,10 +219,11 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         ptr = {name: pad(getattr(tiles, name), int(getattr(tiles, name)[-1])) for name in ("full_ptr", "partial_ptr")}
         return replace(tiles, tile_begin=pad(tiles.tile_begin, 0), tile_end=pad(tiles.tile_end, length), **ptr)
 
-    for module in (ffa, ffa_backward_schedule):
+    for module in (ffa_plans, ffa_backward_schedule):
         monkeypatch.setattr(module, "kernel_tile_plan", with_room)
-    monkeypatch.setattr(ffa, "has_room", lambda plan: True)
-    monkeypatch.setattr(ffa, "device_schedule", ffa.make_schedule)
+    for module in (ffa, ffa_plans):
+        monkeypatch.setattr(module, "has_room", lambda plan: True)
+    monkeypatch.setattr(ffa_plans, "device_schedule", ffa_plans.make_schedule)
     monkeypatch.setattr(ffa_backward_schedule, "objection", lambda *facts: None)
     emulator.install(monkeypatch)
     q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
