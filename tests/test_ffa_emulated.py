@@ -235,6 +235,7 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # The host does not look at such a plan: a flag on the device says which kernels make dq, and all are launched.
     for most_keys in (0, kv_len):
         monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys})
+        request = replace(request, plan=MaskPlan(RowIntervals.from_dense(torch.cat(masks))))
         assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
         check_backward(request, d_out)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 
 import pytest
 import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import ffa_backward
+from magi_flex.kernels import ffa, ffa_backward
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_backward import BackwardInstance, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import make_backward_schedule, plan_backward
@@ -332,17 +333,54 @@ def test_forward_and_backward_agree() -> None:
         assert (getattr(result, name).double() - wanted).norm() < 1e-2 * wanted.norm()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_plans_built_on_the_device(deterministic: bool) -> None:
-    """Their arrays have room for more key tiles than there are; the kernel counts."""
+@pytest.fixture
+def device_plans() -> Generator[None]:
+    before = choose_builder("device")
+    yield
+    choose_builder(before)
+
+
+@pytest.mark.parametrize("way", ["sums", "two kernels", "fixed order"])
+def test_plans_built_on_the_device(way: str, device_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their arrays have room for more key tiles than there are; the kernel counts.  Which kernels make dq is known
+    there only."""
+    most_keys = {"sums": 0, "two kernels": 1025, "fixed order": 0}[way]
+    monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys, (128, 128): most_keys})
+    monkeypatch.setattr(ffa, "_LEAST_ITEMS", 0)
     length = 1025
-    for name in ("causal", "document_causal"):
+    for name, dim in (("causal", 128), ("document_causal", 128), ("document_causal", 64)):
         dense = make_mask(name, length).dense()
         plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
-        q, k, v, d_out = inputs((2, 16, 2, length, length, 128, 128))
-        before = choose_builder("device")
-        try:
-            assert has_room(plan)
-            check(AttentionRequest(q, k, v, plan, 0.1, deterministic=deterministic), dense.cuda(), d_out)
-        finally:
-            choose_builder(before)
+        q, k, v, d_out = inputs((2, 16, 2, length, length, dim, dim))
+        assert has_room(plan)
+        check(AttentionRequest(q, k, v, plan, 0.1, deterministic=way == "fixed order"), dense.cuda(), d_out)
+
+
+def test_few_keys_or_many_in_one_graph(device_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured call is replayed on other masks, which want other kernels for dq."""
+    monkeypatch.setattr(ffa, "_FEW_KEYS", {(128, 128): 100})
+    monkeypatch.setattr(ffa, "_LEAST_ITEMS", 0)
+    length = 700
+    masks = [make_mask(name, length).dense().cuda() for name in ("causal", "sliding_window")]
+    wanted = [RowIntervals.from_dense(mask) for mask in masks]
+    assert wanted[1].area() < 100 * length < wanted[0].area()
+    plan = MaskPlan(RowIntervals(wanted[0].starts.clone(), wanted[0].ends.clone(), length))
+    q, k, v, d_out = inputs((1, 16, 2, length, length, 128, 128))
+    request = AttentionRequest(q, k, v, plan, 0.1)
+    exact = [dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=mask, scale=0.1) for mask in masks]
+    out, lse = exact[0].out.to(q.dtype), exact[0].lse.float()
+    FfaBackend().backward(request, out, lse, d_out, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = FfaBackend().backward(request, out, lse, d_out, None)
+    for number in (1, 0, 1):
+        for target, source in (
+            (plan.starts, wanted[number].starts), (plan.ends, wanted[number].ends),
+            (out, exact[number].out), (lse, exact[number].lse),
+        ):  # fmt: skip
+            target.copy_(source)
+        graph.replay()
+        for name in ("dq", "dk", "dv"):
+            right = getattr(exact[number], name)
+            assert (getattr(result, name).double() - right).norm() < 1e-2 * right.norm()

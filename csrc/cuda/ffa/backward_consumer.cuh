@@ -11,7 +11,6 @@ template <class C> struct Consumer : Fragment<C> {
     template <int kN, bool kStridedA, bool kStridedB>
     using Mma = typename Fragment<C>::template Mma<kN, kStridedA, kStridedB>;
     using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared, Fragment<C>::warp, Fragment<C>::lane;
-    using Fragment<C>::arrive_warp;
     static constexpr int kDq = C::kDqRows / 2;
 
     const int warpgroup = Fragment<C>::half;

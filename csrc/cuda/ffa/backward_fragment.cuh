@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward_shared.cuh"
+#include "row_output.cuh"
 
 namespace ffa {
 
@@ -19,11 +20,6 @@ template <class C> struct Fragment {
     const int half;  // of the key tile: keys 64 half, ...
     const int warp = ptx::warp_uniform((threadIdx.x / 32) & 3);
     const int lane = ptx::lane_index();
-
-    FFA_DEVICE void arrive_warp(uint64* barrier) const {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(barrier);
-    }
 
     // scores[64 keys x kRows] = keys queries^T, for K Q^T and V dO^T.
     template <int kColumns>
@@ -175,30 +171,24 @@ template <class C> struct Fragment {
     }
 
     template <int kColumns>
-    FFA_DEVICE void store_gradient(const float (&gradient)[kColumns / 2], float factor, const Item& item, int columns,
+    FFA_DEVICE void store_gradient(float (&gradient)[kColumns / 2], float factor, const Item& item, int columns,
                                    void* out, int64 batch_stride, int64 head_stride, int64 row_stride) const {
         using Element = typename C::GradientType;
-        const int key = half * 64 + warp * 16 + lane / 4;
-        Element* base = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
-                        (item.key_begin + key) * row_stride;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) gradient[i] *= factor;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (item.key_begin + key + 8 * h >= item.key_end) continue;
-            Element* row = base + 8 * h * row_stride;
-#pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
-                const int column = 8 * j + lane % 4 * 2;
-                if (column >= columns) continue;
-                store_pair<C::kType>(row + column, gradient[4 * j + 2 * h] * factor,
-                                     gradient[4 * j + 2 * h + 1] * factor);
-            }
+            const int key = item.key_begin + half * 64 + warp * 16 + lane / 4 + 8 * h;
+            Element* row = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
+                           key * row_stride;
+            store_row<C::kType, kColumns>(row, key < item.key_end, gradient, h, columns);
         }
     }
 
     FFA_DEVICE float* block_of(const Item& item) const {
         return params.dkv_buffer + static_cast<int64>(item.block) * (C::kKeys * (C::kHeadDim + C::kVDim));
     }
-    FFA_DEVICE void finish_dk(const float (&dk)[C::kHeadDim / 2], const Item& item) const {
+    FFA_DEVICE void finish_dk(float (&dk)[C::kHeadDim / 2], const Item& item) const {
         if (params.dkv_buffer) {
             add_gradient<C::kHeadDim>(dk, block_of(item));
         } else {
@@ -206,7 +196,7 @@ template <class C> struct Fragment {
                                         params.dk_head, params.dk_row);
         }
     }
-    FFA_DEVICE void finish_dv(const float (&dv)[C::kVDim / 2], const Item& item) const {
+    FFA_DEVICE void finish_dv(float (&dv)[C::kVDim / 2], const Item& item) const {
         if (params.dkv_buffer) {
             add_gradient<C::kVDim>(dv, block_of(item) + C::kKeys * C::kHeadDim);
         } else {

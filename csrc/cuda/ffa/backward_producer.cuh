@@ -191,7 +191,6 @@ template <class C> struct Masker {
                 if (inside) add_bit_tiles(BitRow(params.bit_tiles, mask_head, query, step.key_begin), step, row);
             }
         }
-        __syncwarp();
     }
 
     FFA_DEVICE void run() const {
@@ -204,10 +203,9 @@ template <class C> struct Masker {
             if (step.masked) {
                 ptx::mbarrier_wait(&shared.mask_empty, ~step.masked & 1);
                 write_bits(step);
-                if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&shared.mask_full);
+                arrive_warp(&shared.mask_full);
             }
-            __syncwarp();
-            if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+            arrive_warp(&shared.q_empty[stage]);  // done with step[stage]
         }
     }
 };
@@ -244,8 +242,7 @@ template <class C> struct Summer {
                     ptx::bulk_commit();
                 }
             }
-            __syncwarp();
-            if (leader) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+            arrive_warp(&shared.q_empty[stage]);  // done with step[stage]
         }
         if (leader) ptx::bulk_wait<0>();
     }

@@ -1,6 +1,7 @@
 // What the parts of the attention backward share: sizes, kernel parameters, layout of shared memory.
 #pragma once
 
+#include "arrive.cuh"
 #include "bit_tiles.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
@@ -14,6 +15,7 @@ constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
 constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
 constexpr int kPanelBytes = 128;   // of one row
 constexpr int kConsumers = 256, kConsumerWarps = kConsumers / 32;
+constexpr int kConsumerArrivals = kConsumerWarps * kWarpArrivals;
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kThreads = 128 + kConsumers;
 // Named barriers: of the consumers; of each warpgroup with the warp that sums its dQ.

@@ -9,7 +9,7 @@
 namespace ffa {
 
 template <class C> struct WideConsumer : Fragment<C> {
-    using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared, Fragment<C>::arrive_warp;
+    using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared;
 
     const int thread = threadIdx.x % 128;
     Ring<C::kStages> ring;

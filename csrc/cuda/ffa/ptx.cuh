@@ -121,6 +121,10 @@ FFA_DEVICE void bulk_reduce_add_f32(float* global, const void* smem, uint32 byte
                  "r"(smem_address(smem)), "r"(bytes)
                  : "memory");
 }
+// One access of 16 bytes a thread: left to itself the compiler may make four of it to save moves.
+FFA_DEVICE void store_global_v4(void* global, uint32 x, uint32 y, uint32 z, uint32 w) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
 // global[0..3] += x, y, z, w; one access of 16 bytes a thread.
 FFA_DEVICE void reduce_add_global_v4(float* global, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y), "f"(z), "f"(w)
