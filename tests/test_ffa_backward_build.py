@@ -33,6 +33,7 @@ ROWS, KEYS = 64, 128
     [
         BackwardInstance(torch.bfloat16, 128, 128),
         BackwardInstance(torch.bfloat16, 128, 128, 80),
+        BackwardInstance(torch.bfloat16, 192, 128, 48),
         BackwardInstance(torch.bfloat16, 256, 256, 64, 64, False),
         BackwardInstance(torch.float16, 128, 128, wide=True, wide_out=True),
         BackwardInstance(torch.float16, 64, 64, 128),
@@ -44,9 +45,11 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
     assert cubin.spill_bytes == 0
     assert cubin.warnings == []
     found = instructions(cubin.code, "ffa_backward")
-    scores, rows, keys = instance.head_dim // 16, instance.rows // 16, KEYS // 16
-    # S, dP, dV, dQ, dK; the kernel of wide heads has a first S before its loop.
-    assert found[HGMMA] == 2 * scores + rows + (keys if instance.sum_dq else scores) + rows
+    scores, rows = instance.head_dim // 16, instance.rows // 16
+    # dQ of one panel of 64 columns, or of a panel and half of another; the kernel of wide heads has a first S instead,
+    # before its loop.
+    dq = -(-instance.head_dim // 128) * KEYS // 16 if instance.sum_dq else scores
+    assert found[HGMMA] == scores + instance.v_dim // 16 + rows + dq + rows
     assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
 
 

@@ -150,13 +150,13 @@ def test_fixed_order_of_sums(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_score_steps(head_dim: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_score_steps(dims: tuple[int, int], deterministic: bool) -> None:
     batch, kv_heads, group, q_len, kv_len = 2, 2, 4, 150, 291
     heads = kv_heads * group
     dense = make_mask("sink_and_window", q_len, kv_len).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
-    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim))
+    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, *dims))
     for steps in step_programs(batch, heads, q_len, kv_len, "cuda").values():
         request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps), deterministic)
         exact, rounded = (

@@ -99,6 +99,11 @@ template <class C> struct Fragment {
         for (int i = 0; i < kScores / 2; ++i) pairs[i] = ptx::pack_pair<C::kType>(values[2 * i], values[2 * i + 1]);
     }
 
+    static FFA_DEVICE void unpack(const uint32 (&pairs)[kScores / 2], float (&values)[kScores]) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) ptx::unpack_pair<C::kType>(pairs[i], values[2 * i], values[2 * i + 1]);
+    }
+
     // S becomes P times the derivative of the score mod; pairs are P.
     FFA_DEVICE void modify(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage) const {
         const Step& step = shared.step[stage];

@@ -89,10 +89,13 @@ struct BackwardConfig {
     static constexpr int kVPanels = kVDim / kPanelColumns;
     static constexpr int kRowPanelBytes = kRows * kPanelBytes;
     static constexpr int kKeyPanelBytes = kKeys * kPanelBytes;
-    // dQ^T has kHeadDim rows: the warpgroups share them where there are two panels, else they share the query rows.
-    static constexpr int kDqRows = kPanels == 2 ? kRows : kRows / 2;
+    // Of dQ^T's panels of 64 columns each warpgroup has one with all query rows (where there are two or three), and
+    // half the rows of the middle one (where there are one or three).
+    static constexpr int kWholeDqRows = kPanels > 1 ? kRows : 0;
+    static constexpr int kHalfDqRows = kPanels % 2 ? kRows / 2 : 0;
+    static constexpr int kDqRows = kWholeDqRows + kHalfDqRows;
     static_assert(kHeadDim % kPanelColumns == 0 && kVDim % kPanelColumns == 0, "tiles are whole panels");
-    static_assert(!kSumDq || (kKeys == 128 && (kHeadDim == 64 || kHeadDim == 128)), "others need another split of dQ");
+    static_assert(!kSumDq || (kKeys == 128 && kPanels <= 3), "how the warpgroups share dQ");
     static_assert(kKeys == 128 || (kKeys == 64 && kRows == 64), "how the warpgroups share the work");
     static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
     static_assert(kRowGroup % kPack == 0 && (kPack == 1 || !kSumDq), "the dQ buffer has one head after the other");
