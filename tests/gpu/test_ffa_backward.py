@@ -26,6 +26,14 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 
+
+@pytest.fixture(params=["as chosen", "sums"])
+def way_to_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the number of keys a row decides, and always by sums beside dk and dv."""
+    if request.param == "sums":
+        monkeypatch.setattr(ffa, "_FEW_KEYS", dict.fromkeys(ffa._FEW_KEYS, 0))
+
+
 LENGTHS = (1, 5, 127, 129, 257, 1025, 2046)
 Sizes = tuple[int, int, int, int, int, int, int]
 
@@ -77,6 +85,7 @@ def check(request: AttentionRequest, mask: Tensor, d_out: Tensor, d_lse: Tensor 
 
 
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.usefixtures("way_to_dq")
 def test_every_mask(name: str) -> None:
     for length in (129, 1025):
         case = make_mask(name, length)
@@ -89,6 +98,7 @@ def test_every_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.usefixtures("way_to_dq")
 def test_every_length(length: int) -> None:
     for name, other in itertools.product(("full", "causal", "document_causal", "sink_and_window"), (length, 333)):
         dense = make_mask(name, length, other).dense()
@@ -114,6 +124,7 @@ def test_every_length(length: int) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("way_to_dq")
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     dense = make_mask("prefix_lm_in_documents", 515).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
@@ -124,6 +135,7 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
 @pytest.mark.parametrize("name", ["full", "causal", "document_causal", "query_and_key_padding"])
+@pytest.mark.usefixtures("way_to_dq")
 def test_wide_heads(name: str, dims: tuple[int, int]) -> None:
     for length in (129, 1025):
         case = make_mask(name, length)
