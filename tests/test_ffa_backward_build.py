@@ -13,6 +13,7 @@ from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import (
     band_steps,
     choose_heads,
+    heads_unseen,
     make_backward_schedule,
     plan_backward,
     tile_steps,
@@ -110,6 +111,7 @@ def test_heads_of_an_item() -> None:
     assert choose_heads(causal_2k, 64, 1, 132) == 1
     assert choose_heads(causal_2k[:0], 64, 8, 132) == 8
     assert 6 % choose_heads(causal_2k, 12, 6, 132) == 0
+    assert [heads_unseen(tiles, 64, 8, 132) for tiles in (5, 17, 67, 261)] == [1, 2, 8, 4]
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (300, 0), (70, 90), (None, 17)])

@@ -20,12 +20,11 @@ template <class C> struct Consumer : Fragment<C> {
     const int warpgroup = Fragment<C>::half;
     Ring<C::kStages> ring;
     int kv_stage = 0;
-    int ds_buffer = 0;
 
     // dq[64 columns x kN] = K^T dS^T, for one panel of columns and the rows first_row, ...
     template <int kN> FFA_DEVICE void issue_dq_panel(float (&dq)[kN / 2], int panel, int first_row) const {
         const uint64 a = D::contraction_is_strided(shared.k[kv_stage][panel], C::kKeyPanelBytes);
-        const uint64 b = D::contraction_is_contiguous(shared.ds[ds_buffer][0][first_row]);
+        const uint64 b = D::contraction_is_contiguous(shared.ds[ring.stage][0][first_row]);
 #pragma unroll
         for (int step = 0; step < C::kKeys / 16; ++step) {
             Mma<kN, true, false>::ss(dq, D::advance(a, step * 16 * kPanelBytes),
@@ -46,11 +45,11 @@ template <class C> struct Consumer : Fragment<C> {
         ptx::wgmma_commit();
     }
 
-    // dS into shared memory, keys contiguous.
+    // dS into shared memory, keys contiguous; other warps' products may still read that of the step before.
     FFA_DEVICE void store_ds(const uint32 (&ds)[kScores / 2]) const {
         const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
         const uint32 address =
-            ptx::smem_address(shared.ds[ds_buffer][warpgroup]) + row * kPanelBytes + (chunk ^ lane % 8) * 16;
+            ptx::smem_address(shared.ds[ring.stage][warpgroup]) + row * kPanelBytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
         for (int step = 0; step < C::kRows / 16; ++step) {
             ptx::stmatrix_x4_transposed(address + step * 16 * kPanelBytes, ds[4 * step], ds[4 * step + 1],
@@ -84,15 +83,19 @@ template <class C> struct Consumer : Fragment<C> {
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
             this->template issue_scores<C::kHeadDim>(scores, shared.k[kv_stage], shared.q[stage]);
+            float2 shift[C::kRows / 8], delta[C::kRows / 8];
+            const int masked = shared.step[stage].masked;
+            this->load_rows(shift, shared.shift[stage]);
             if constexpr (!kLate) issue_d_weights(d_weights);
             ptx::wgmma_wait<!kLate>();  // S
             ptx::fence_registers(scores);
-            this->make_weights(scores, pairs, stage);
+            this->make_weights(scores, pairs, stage, masked, shift);
             if constexpr (kLate) issue_d_weights(d_weights);
+            this->load_rows(delta, shared.delta[stage]);
             ptx::wgmma_wait<0>();
             ptx::fence_registers(d_weights);
             if constexpr (kRounded) this->unpack(pairs, scores);
-            this->score_gradients(scores, d_weights, stage);
+            this->score_gradients(scores, d_weights, delta);
             this->pack(d_weights, ds);
             if constexpr (C::kSumDq) store_ds(ds);
             ptx::wgmma_fence();
@@ -104,7 +107,6 @@ template <class C> struct Consumer : Fragment<C> {
                 if constexpr (kRounded) ptx::wgmma_wait<0>();
                 ptx::wgmma_fence();
                 issue_dq(dq);
-                ds_buffer ^= 1;  // other warps' products may still read it
                 ptx::wgmma_wait<1>();  // dV
                 arrive_warp(&shared.d_out_empty[stage]);
             }

@@ -83,7 +83,7 @@ struct BackwardConfig {
     static constexpr bool kSumDq = kSumDq_;     // else dQ is another kernel's (gradient_q.cu)
     static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
-    static constexpr int kStages = 2;           // of Q and dO; dS is double-buffered too
+    static constexpr int kStages = 2;           // of Q, dO and dS
     static constexpr int kKvStages = FFA_KV_STAGES;  // of K and V
     static constexpr int kPanels = kHeadDim / kPanelColumns;
     static constexpr int kVPanels = kVDim / kPanelColumns;
@@ -126,7 +126,7 @@ template <class C> struct BackwardShared {
     alignas(1024) uint16 q[C::kStages][C::kPanels][C::kRows][kPanelColumns];
     alignas(1024) uint16 d_out[C::kStages][C::kVPanels][C::kRows][kPanelColumns];
     union {
-        alignas(1024) uint16 ds[2][2][C::kSumDq ? C::kRows : 1][kPanelColumns];  // [buffer][keys of a warpgroup]
+        alignas(1024) uint16 ds[C::kStages][2][C::kSumDq ? C::kRows : 1][kPanelColumns];  // [stage][keys of a warpgroup]
         alignas(1024) float4 weights[2][C::kKeys == 64 ? C::kRows / 8 : 1][128];  // [buffer][fragment][thread], see WideConsumer
     };
     alignas(128) float4 dq[C::kSumDq ? 2 : 1][C::kSumDq ? C::kDqRows / 8 * 128 : 1];  // of a warpgroup: its part of dQ^T
