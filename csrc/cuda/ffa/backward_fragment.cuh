@@ -186,9 +186,11 @@ template <class C> struct Fragment {
         using Element = typename C::GradientType;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) gradient[i] *= factor;
+        uint32 thread[1] = {threadIdx.x % 128};
+        ptx::fence_registers(thread);  // what follows from it is computed here, and takes no register over all steps
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int key = item.key_begin + half * 64 + warp * 16 + lane / 4 + 8 * h;
+            const int key = item.key_begin + half * 64 + thread[0] / 32 * 16 + thread[0] % 32 / 4 + 8 * h;
             Element* row = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
                            key * row_stride;
             store_row<C::kType, kColumns>(row, key < item.key_end, gradient, h, columns);
