@@ -195,7 +195,9 @@ def test_labels_that_return_inside_a_graph(monkeypatch: pytest.MonkeyPatch, dtyp
 
             check(step, leaves, dense[None, None], mask)
     assert not built
-    assert len(tile_plans) <= 4  # one a direction, when the graphs are warmed up and when they are captured
+    # When the graphs are warmed up and when they are captured: of the forward pass, and for both ways to the gradient
+    # of q, between which the device chooses, key tiles for each and row tiles for one.
+    assert len(tile_plans) <= 2 * 4
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
