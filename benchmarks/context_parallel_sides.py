@@ -311,7 +311,8 @@ def stock(problem: Problem, mask: str) -> Side:
     rows = balancer._generate_indices(restore=False)[0].chunk(ranks)[problem.group.rank()].to(device)
     whole = [problem.cp.unshard(x, 2) for x in (*problem.tensors, problem.d_out)]
     q, k, v, d_out = (x.index_select(2, rows) for x in whole)
-    torch._dynamo.reset()  # masks of earlier cells count towards the limit of recompilations
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # masks of earlier cells count towards it all the same
     compiled = torch.compile(flex_attention, dynamic=False)
 
     class Attention(nn.Module):

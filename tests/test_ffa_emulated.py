@@ -12,6 +12,7 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa, ffa_backward_schedule, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
+from magi_flex.kernels.ffa_copy_rows import can_copy, launch_copy_rows
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan
@@ -235,3 +236,29 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys})
         assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
         check_backward(request, d_out)
+
+
+@pytest.mark.parametrize("indices", ["none", "source", "target", "both"])
+def test_copy_rows(indices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads before rows into rows before heads and back, head dims and dtypes of their own, against indexing."""
+    emulator.install(monkeypatch)
+    torch.manual_seed(2)
+    rows, among = 37, 61
+    from_row, to_row = (torch.randperm(among)[:rows] for _ in range(2))
+    source_index = from_row if indices in ("source", "both") else None
+    target_index = to_row if indices in ("target", "both") else None
+    sources, targets = [], []
+    for dim, dtype in ((24, torch.bfloat16), (12, torch.float32), (136, torch.float16)):
+        n, m = (rows if index is None else among for index in (source_index, target_index))
+        source = torch.randn(2, 3, n, dim).to(dtype).movedim(2, 0)
+        target = torch.zeros(2, 3, m, dim, dtype=dtype).movedim(2, 0)
+        packed = dim != 12
+        sources.append(source.contiguous() if packed else source)
+        targets.append(target if packed else target.contiguous())
+    assert can_copy(sources, targets)
+    launch_copy_rows(sources, targets, source_index, target_index)
+    for source, target in zip(sources, targets, strict=True):
+        expected = torch.zeros_like(target)
+        taken = source if source_index is None else source[source_index]
+        expected[slice(None) if target_index is None else target_index] = taken
+        assert torch.equal(target, expected)

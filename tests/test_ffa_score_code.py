@@ -30,7 +30,7 @@ from tests.cases.score_mods import SCORE_MODS, ScoreMod, make_score_mod
 from tests.cases.score_programs import program_of_case, traced_score
 from tests.emulation.emulator import COMPILER, HERE
 
-SIZES = BATCH, HEADS, Q_LEN, KV_LEN = 2, 3, 17, 23
+SIZES = BATCH, HEADS, Q_LEN, KV_LEN = 2, 4, 17, 23
 CPU = torch.device("cpu")
 
 
@@ -148,13 +148,13 @@ def in_torch(score: ScoreProgram, program: FxProgram, *grad: Tensor) -> Tensor:
     return torch.where(inside, value, torch.nan)
 
 
-def code_of(score: ScoreProgram, backward: bool, heads_last: bool = False) -> KernelScore:
-    return generated_score(score, CPU, backward, Lengths(HEADS, Q_LEN, KV_LEN), heads_last)
+def code_of(score: ScoreProgram, backward: bool, pack: int = 1) -> KernelScore:
+    return generated_score(score, CPU, backward, Lengths(HEADS, Q_LEN, KV_LEN), pack)
 
 
 def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """(results, slopes) of the generated code of each program."""
-    kernels = {name: code_of(score, True, number % 2 == 1) for number, (name, score) in enumerate(scores.items())}
+    kernels = {name: code_of(score, True, 1 + number % 2) for number, (name, score) in enumerate(scores.items())}
     mods = []
     for name, kernel in kernels.items():
         assert kernel.generated is not None
@@ -267,7 +267,7 @@ def test_steps_that_read_tables_are_code() -> None:
     ):
         request = AttentionRequest(q, k, k, plan, 0.5, replace(program, steps=steps))
         for backward in (False, True):
-            scale, found = scale_and_score(request, backward, True)
+            scale, found = scale_and_score(request, backward, 2)
             assert found is not None and (found.generated is not None) == code
             assert code or len(found.kinds) == len(steps)
             assert scale == 0.5

@@ -80,8 +80,7 @@ def test_on_a_gpu_stock_kernels_beat_the_tiled_one(monkeypatch: pytest.MonkeyPat
     assert stock_is_faster(gpu) is None
     assert stock_is_faster(replace(gpu, score_steps=(Multiply,))) is None
     assert stock_is_faster(replace(gpu, score_steps=(Softcap, Bias), needs_backward=False)) is None
-    general = stock_is_faster(replace(gpu, score_steps=None))
-    assert general is not None and "ffa: generated score mods have not been timed" in general
+    assert stock_is_faster(replace(gpu, score_steps=None)) is None
     unknown = stock_is_faster(replace(gpu, score_steps=None, score_ops=frozenset({"aten::bucketize"})))
     assert unknown is not None and "ffa: cannot generate code for aten::bucketize" in unknown
     assert stock_is_faster(replace(gpu, score_grads=True)) is not None

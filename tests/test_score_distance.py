@@ -68,18 +68,18 @@ def test_what_depends_on_the_distance_alone() -> None:
         assert not found(other)
 
 
-@pytest.mark.parametrize("heads_last", [False, True])
-def test_gather(heads_last: bool) -> None:
+@pytest.mark.parametrize("pack", [1, 2, 4])
+def test_gather(pack: int) -> None:
     """Of a table that is too short on one side (NaN) and reached from its end on the other."""
-    lengths, offset = Lengths(3, 9, 7), 1
-    captured = torch.randn(4, 8, dtype=torch.bfloat16)
+    lengths, offset = Lengths(4, 9, 7), 1
+    captured = torch.randn(5, 8, dtype=torch.bfloat16)
     distance = function_of_distance(*last_of_distance(lambda s, b, h, q, k: s + (q - k - 3).float()))
-    table = gather((None, distance), tuple(captured.shape), lengths, offset, heads_last, CPU).of(captured)
-    assert table.shape == ((lengths.distances, 3) if heads_last else (3, lengths.distances))
+    table = gather((None, distance), tuple(captured.shape), lengths, offset, pack, CPU).of(captured)
+    assert table.shape == (4 // pack, lengths.distances, pack)
     q, k = pairs(9, 7)
     index = (q - k - 3).long()
-    for head in range(3):
-        column = table[:, head] if heads_last else table[head]
+    for head in range(4):
+        column = table[head // pack, :, head % pack]
         inside = (index >= -8) & (index < 8)
         expected = torch.where(inside, captured[head + offset, torch.where(inside, index, 0)], torch.nan)
         torch.testing.assert_close(column[q - k + lengths.first], expected, rtol=0, atol=0, equal_nan=True)
@@ -101,8 +101,8 @@ def test_forward_and_backward_read_their_own_captures() -> None:
     first, second = torch.randn(2, 9), torch.randn(2, 9)
     score = traced_score(bind, (first, second))
     for backward, wanted in ((False, [first, second]), (True, [first, second])):
-        tables = generated_score(score, CPU, backward, Lengths(2, 5, 5), False).tables
-        given = [table[:, PADDING:-PADDING] for table in tables]
+        tables = generated_score(score, CPU, backward, Lengths(2, 5, 5), 1).tables
+        given = [table[:, PADDING:-PADDING, 0] for table in tables]
         assert len(given) == 2 and all(torch.equal(x, y) for x, y in zip(given, wanted, strict=True))
 
 
@@ -111,7 +111,7 @@ def test_nothing_that_is_constant_is_built_again() -> None:
         return score * mods.t5_buckets(q - k, 16, 20, False) + torch.tensor([0.5, 1.0, -2.0])[(q + k) % 3]
 
     score = traced_score(lambda: mod)
-    first, second = (generated_score(score, CPU, False, Lengths(2, 5, 6), False) for _ in range(2))
+    first, second = (generated_score(score, CPU, False, Lengths(2, 5, 6), 1) for _ in range(2))
     assert len(first.tables) == 2
     assert all(x is y for x, y in zip(first.tables, second.tables, strict=True))
 

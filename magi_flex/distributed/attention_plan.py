@@ -178,7 +178,7 @@ class SharedAttention:
     max_score: bool = True
 
     def _check(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> None:
-        rows, keys = len(self.plan.rows), len(self.plan.keys)
+        rows, keys = self.plan.rows.shape[0], self.plan.keys.shape[0]
         for name, x, length in (("q", q_BHQD, rows), ("k", k_BGKD, keys), ("v", v_BGKE, keys)):
             if x.dim() != 4 or x.shape[2] != length:
                 raise ValueError(
@@ -256,37 +256,60 @@ def _communication_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Lane:
-    """Where communication runs: on a GPU a stream of its own, so that both hops and the packing overlap compute."""
+    """Where communication runs: on a GPU a stream of its own, so that both hops and the packing overlap compute.
 
-    def __init__(self, device: torch.device):
+    Not ``beside`` compute, the stream is the current one, which spares events where there is nothing to overlap.
+    """
+
+    def __init__(self, device: torch.device, beside: bool = True):
         self.device = device
-        self.stream = _communication_stream(device) if device.type == "cuda" else None
+        self.stream = _communication_stream(device) if beside and device.type == "cuda" else None
 
     def start(self, begin: Callable[[], GroupWork], inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begins; the result waits (on a GPU: lets the current stream wait) and gives the tensors."""
-        return self.start_all([begin], inputs)[0]
+        """Begins and queues all that follows; the result waits (on a GPU: lets the current stream wait) and gives the
+        tensors."""
+        if self.stream is None:
+            return begin().wait
+        (work,) = self._begin([begin])
+        done = self._finish(work)  # what is begun after this is not waited for
+        self._keep(inputs)
+        return lambda: self._wait(work, done)
 
     def start_all(
         self, begins: Sequence[Callable[[], GroupWork]], inputs: Sequence[Tensor]
     ) -> list[Callable[[], list[Tensor]]]:
-        """As :meth:`start`, of several that begin before the first one is finished, so that rows travel without a
-        break and no kernel that is started in between takes the multiprocessors of the next ones."""
-        stream = self.stream
-        if stream is None:
+        """As :meth:`start`, of several that are begun before anything else is started: no kernel of compute takes the
+        multiprocessors of the later ones.  What follows their arrival is queued when they are waited for, so that the
+        first one is not held up by the processor's work on the others."""
+        if self.stream is None:
             return [work.wait for work in [begin() for begin in begins]]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        arrived = []
-        with torch.cuda.stream(stream):
-            for work in [begin() for begin in begins]:
-                tensors = work.wait()
-                arrived.append((tensors, stream.record_event()))  # what is begun after this is not waited for
-        for x in inputs:
-            x.record_stream(stream)
-        return [functools.partial(self._wait, tensors, done) for tensors, done in arrived]
+        works = self._begin(begins)
+        for work in works:
+            work.advance()
+        self._keep(inputs)
+        return [lambda work=work: self._wait(work, self._finish(work)) for work in works]  # type: ignore[misc]
 
-    def _wait(self, tensors: list[Tensor], done: torch.cuda.Event) -> list[Tensor]:
+    def _begin(self, begins: Sequence[Callable[[], GroupWork]]) -> list[GroupWork]:
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            return [begin() for begin in begins]
+
+    def _finish(self, work: GroupWork) -> torch.cuda.Event:
+        assert self.stream is not None
+        with torch.cuda.stream(self.stream):
+            work.wait()
+            return self.stream.record_event()
+
+    def _keep(self, inputs: Sequence[Tensor]) -> None:
+        """Their memory is not used again before the stream is done with it."""
+        for x in inputs:
+            x.record_stream(self.stream)
+
+    def _wait(self, work: GroupWork, done: torch.cuda.Event) -> list[Tensor]:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
+        tensors = work.wait()
         for x in tensors:
             x.record_stream(current)
         return tensors

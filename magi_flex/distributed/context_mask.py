@@ -51,7 +51,7 @@ class Options:
         prefetch: stages whose keys may be on their way before they are computed.
         native: True: kernels of ours write rows straight into the memory of the other GPUs, which must be GPUs of one
             machine that reach each other's memory (else RuntimeError); False: all-to-all; "auto": native where that
-            is possible and known to be faster, which is nowhere yet.
+            is possible and known to be faster, which is nowhere yet (on two H200s neither was).
         costs: figures of the machine for the cost model.
     """
 

@@ -64,17 +64,16 @@ class Shape:
             dims = self.head_dim * self.element_size + 4 * self.v_head_dim + 8
         return self.batch * self.q_heads * dims
 
-    def join_bytes(self, backward: bool) -> int:
-        """Bytes of memory traffic that a query costs for each set of keys beyond the first one.
+    def join_bytes(self, backward: bool, stages: int) -> int:
+        """Bytes of memory traffic that a query costs more if its keys come in stages than if they come at once.
 
-        Forward: its float32 output is read and written; backward: the float32 gradient is zeroed, read, written, and
-        added to the others', and out and d_out are read again.
+        Forward: its output is written in float32 and, in the end, read and rounded; each stage reads and writes it.
+        Backward: the same with its gradient, and each stage zeroes, reads and writes a sum of its own, adds it to the
+        total, and reads out and its gradient again.
         """
         if backward:
-            dims = 6 * 4 * self.head_dim + 2 * self.element_size * self.v_head_dim
-        else:
-            dims = 2 * 4 * self.v_head_dim
-        return self.batch * self.q_heads * dims
+            return self.batch * self.q_heads * 4 * self.head_dim * (2 + 7 * stages)
+        return self.batch * self.q_heads * 4 * self.v_head_dim * (2 + 2 * stages)
 
     def pair_flops(self, backward: bool) -> int:
         """Floating point operations of one (query, key) pair: 2 products forward, 5 backward."""
@@ -85,23 +84,27 @@ class Shape:
 
 @dataclass(frozen=True)
 class Costs:
-    """Figures of a machine; defaults: an H100 node with NVLink and 400 Gb/s InfiniBand a GPU.
+    """Figures of a machine; defaults: H200s with NVLink, as measured on two of them (docs/design.md), and 400 Gb/s
+    InfiniBand a GPU.
 
     Attributes:
         forward_flops, backward_flops: operations a second that the kernel reaches on large problems.
         node_bandwidth, network_bandwidth: bytes a second that a rank sends (and receives) inside and between nodes.
         latency: seconds that a collective costs besides its bytes.
         launch: seconds that a kernel call costs besides its operations.
+        part: seconds that cutting a pass into one part more costs besides: one exchange more to begin, and the small
+            kernels around it.
         memory_bandwidth: bytes a second that a rank reads and writes in its own memory.
     """
 
-    forward_flops: float = 600e12
-    backward_flops: float = 500e12
-    node_bandwidth: float = 200e9
+    forward_flops: float = 700e12
+    backward_flops: float = 550e12
+    node_bandwidth: float = 260e9
     network_bandwidth: float = 40e9
-    latency: float = 30e-6
+    latency: float = 60e-6
     launch: float = 20e-6
-    memory_bandwidth: float = 3e12
+    part: float = 250e-6
+    memory_bandwidth: float = 4e12
 
 
 @dataclass(frozen=True)
@@ -152,11 +155,12 @@ def pass_seconds(
     prefetch: int = PREFETCH,
 ) -> float:
     """Of a rank with so many query rows, its computing over its own and over remote keys, and its bytes' time."""
+    more = (cut.parts - 1) * costs.part
     if cut.by == "heads":
         compute = local_compute + remote_compute
-        return pipeline(0.0, compute, communication, cut.parts, costs, cut.parts)[-1].end
-    end = pipeline(local_compute, remote_compute, communication, cut.parts, costs, prefetch)[-1].end
-    return end + cut.parts * rows * shape.join_bytes(backward) / costs.memory_bandwidth
+        return more + pipeline(0.0, compute, communication, cut.parts, costs, cut.parts)[-1].end
+    end = more + pipeline(local_compute, remote_compute, communication, cut.parts, costs, prefetch)[-1].end
+    return end + rows * shape.join_bytes(backward, cut.parts) / costs.memory_bandwidth
 
 
 def choose_cut(

@@ -15,6 +15,7 @@ from torch import Tensor
 from magi_flex.distributed import native_exchange
 from magi_flex.distributed.group_plan import GroupPlan
 from magi_flex.distributed.native_exchange import NativeExchange
+from magi_flex.distributed.row_copies import copy_rows
 from magi_flex.distributed.transport import RowExchange
 from magi_flex.kernels.merge import merge_lse_
 
@@ -118,9 +119,10 @@ def _start_cast(tensors: Sequence[Tensor], plan: GroupPlan, group: dist.ProcessG
 
 def _finish_cast(received: Sequence[Tensor], plan: GroupPlan, into: Sequence[Tensor] | None = None) -> list[Tensor]:
     if into is None:
-        everywhere = plan.out_rows == len(plan.recv_index)
+        everywhere = plan.out_rows == plan.recv_index.shape[0]
         into = [(x.new_empty if everywhere else x.new_zeros)(plan.out_rows, *x.shape[1:]) for x in received]
-    return [out.index_copy_(0, plan.recv_index, x) for out, x in zip(into, received, strict=True)]
+    copy_rows(received, into, target_index=plan.recv_index)
+    return list(into)
 
 
 def start_group_cast(
@@ -135,7 +137,7 @@ def start_group_cast(
     ``into``: tensors ``[out_rows, ...]`` that what arrives is written to, and that are the result.
     """
     group, hops = group_of(group), hops_of(plan)
-    check_rows(tensors, hops[0].in_rows, len(hops[0].send_counts), group, "input")
+    check_rows(tensors, hops[0].in_rows, len(hops[0].send_splits), group, "input")
     own = list(tensors)
 
     def step(index: int) -> Step:
@@ -241,7 +243,7 @@ def start_group_reduce(
 
 
 def check_reduce(tensors: Sequence[Tensor], hops: tuple[GroupPlan, ...], group: dist.ProcessGroup, op: str) -> None:
-    check_rows(tensors, hops[-1].out_rows, len(hops[-1].send_counts), group, "output (a reduction's input)")
+    check_rows(tensors, hops[-1].out_rows, len(hops[-1].send_splits), group, "output (a reduction's input)")
     for i, x in enumerate(tensors):
         if not x.dtype.is_floating_point:
             raise ValueError(f"tensors[{i}]: has dtype {x.dtype}; reductions take floating point tensors")

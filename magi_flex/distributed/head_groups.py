@@ -20,6 +20,7 @@ from torch import Tensor
 
 from magi_flex.distributed.attention_plan import JoinedKeys, Lane, SharedAttention, add_captured, wide_dtype
 from magi_flex.distributed.group_work import GroupWork, start_group_cast, start_group_reduce
+from magi_flex.distributed.row_copies import copy_rows
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest
@@ -58,7 +59,7 @@ class GroupedAttention(SharedAttention):
         self._check(q_BHQD, k_BGKD, v_BGKE)
         shape = (*q_BHQD.shape[:3], v_BGKE.shape[3])
         out = empty_in_order(q_BHQD, shape, fill_order(q_BHQD))
-        lse, max_score = q_BHQD.new_empty((2, *shape[:3]), dtype=wide_dtype(q_BHQD))
+        lse, max_score = (q_BHQD.new_empty(shape[:3], dtype=wide_dtype(q_BHQD)) for _ in range(2))
         kept: list[list[Tensor]] = []
         for group, k, v in self._groups(q_BHQD.shape[1], k_BGKD, v_BGKE, None):
             if keep_keys:
@@ -90,7 +91,7 @@ class GroupedAttention(SharedAttention):
         self._check(q_BHQD, k_BGKD, v_BGKE)
         dq, dk, dv = (empty_in_order(x, x.shape, fill_order(x)) for x in (q_BHQD, k_BGKD, v_BGKE))
         captured: list[Tensor | None] = [None] * len(self.score.captures)
-        lane = Lane(q_BHQD.device)
+        lane = self._lane(q_BHQD)
         leaving: list[tuple[_Group, Callable[[], list[Tensor]]]] = []
         for group, k, v in self._groups(q_BHQD.shape[1], k_BGKD, v_BGKE, kept):
             if self._joined.empty:
@@ -107,8 +108,7 @@ class GroupedAttention(SharedAttention):
                 parts = [x.movedim(2, 0) for x in (grads.dk, grads.dv)]
             leaving.append((group, self._reduce(lane, parts, group)))
         for group, arrived in leaving:
-            for gradient, total in zip((dk, dv), arrived(), strict=True):
-                gradient[:, group.key] = total.movedim(0, 2)
+            copy_rows(arrived(), [x[:, group.key].movedim(2, 0) for x in (dk, dv)])
         return AttentionGradients(dq, dk, dv, tuple(captured))
 
     @property
@@ -121,6 +121,9 @@ class GroupedAttention(SharedAttention):
     ) -> AttentionRequest:
         tensors = (q_BHQD[:, group.query], k_BgKD, v_BgKE)
         return self._request(*tensors, group.mask, self.plan.rows, self._joined.keys, wide, group.query.start)
+
+    def _lane(self, like: Tensor) -> Lane:
+        return Lane(like.device, beside=len(self._joined.masks) > 1)
 
     # ---- keys on their way, and their gradients -------------------------------------------------------------------
 
@@ -135,13 +138,11 @@ class GroupedAttention(SharedAttention):
                 yield group, k, v
             return
         own = [[x[:, group.key].movedim(2, 0) for x in (k_BGKD, v_BGKE)] for group in groups]
-        every = [[x.new_empty((len(self._joined.keys), *x.shape[1:])) for x in rows] for rows in own]
+        every = [[x.new_empty((self._joined.keys.shape[0], *x.shape[1:])) for x in rows] for rows in own]
         casts = [self._cast(*of_group) for of_group in zip(groups, own, every, strict=True)]
-        arriving = Lane(k_BGKD.device).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
-        for rows, keys in zip(own, every, strict=True):  # all of them now, while the others' keys travel
-            for x, into in zip(rows, keys, strict=True):
-                into.index_copy_(0, self._joined.own, x)
-        for group, keys, arrived in zip(groups, every, arriving, strict=True):
+        arriving = self._lane(k_BGKD).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
+        for group, rows, keys, arrived in zip(groups, own, every, arriving, strict=True):
+            copy_rows(rows, keys, target_index=self._joined.own)
             arrived()
             yield group, *(x.movedim(0, 2) for x in keys)
 
@@ -160,7 +161,8 @@ class GroupedAttention(SharedAttention):
 
     def _reduce(self, lane: Lane, parts: list[Tensor], group: _Group) -> Callable[[], list[Tensor]]:
         """Sums of the gradients (rows first) of the rank's own keys over the ranks."""
-        totals = [x.index_select(0, self._joined.own) for x in parts]
+        totals = [x.new_empty(self._joined.own.shape[0], *x.shape[1:]) for x in parts]
+        copy_rows(parts, totals, self._joined.own)
         ended = self._begin(f"gradients of {group.name}", REDUCTION)
         return lane.start(
             lambda: start_group_reduce(parts, self._joined.hops, self.group, "sum", totals, ended), [*parts, *totals]

@@ -40,7 +40,7 @@ def measure_costs(
     Args:
         shape, dtype: of the attention that will run.
         rows: of the square of full attention that is timed.
-        message_bytes: what each rank sends.
+        message_bytes: what each rank sends; memory is measured by a sum of so many float32 numbers.
         costs: whose other figures are kept (default: ``Costs()``).
         device: where attention runs (default: the current GPU if there is one and the group serves it, else the CPU).
     """
@@ -60,9 +60,11 @@ def measure_costs(
     forward = _seconds(lambda: kernel.forward(request), device)
     backward = _seconds(lambda: kernel.backward(request, result.out, result.lse, result.out, None), device)
     small, large = (_all_to_all_seconds(size, group, device) for size in (group.size(), message_bytes))
-    slowest = torch.tensor([forward, backward, small, large], dtype=torch.float64, device=device)
+    total, part = torch.zeros(2, message_bytes, device=device)
+    memory = _seconds(lambda: total.add_(part), device)
+    slowest = torch.tensor([forward, backward, small, large, memory], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    forward, backward, small, large = slowest.tolist()
+    forward, backward, small, large, memory = slowest.tolist()
     pairs = rows * rows
     bandwidth = message_bytes / max(large - small, 1e-9)
     return replace(
@@ -72,6 +74,7 @@ def measure_costs(
         node_bandwidth=bandwidth,
         network_bandwidth=bandwidth,
         latency=small,
+        memory_bandwidth=3 * total.nbytes / memory,
     )
 
 

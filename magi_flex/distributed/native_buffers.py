@@ -24,7 +24,7 @@ from magi_flex.distributed.agreement import all_gather, tensor_checksum
 
 logger = logging.getLogger("magi_flex")
 
-AUTO = False  # whether native="auto" takes them: not before they have been timed beside NCCL
+AUTO = False  # whether native="auto" takes them: on two GPUs they were no faster than NCCL (docs/design.md)
 ALIGNMENT = 128  # bytes; where each tensor's rows begin in a half
 _LEAST_BYTES = 1 << 22  # of a half
 

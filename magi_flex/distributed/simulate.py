@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--network-gbs", defaults.network_bandwidth / 1e9, "GB/s of a rank over the network"),
         ("--latency-us", defaults.latency * 1e6, "of a collective"),
         ("--launch-us", defaults.launch * 1e6, "of a kernel"),
+        ("--part-us", defaults.part * 1e6, "of cutting a pass into one part more"),
+        ("--memory-tbs", defaults.memory_bandwidth / 1e12, "TB/s of a rank's own memory"),
     )
     for name, value, text in figures:
         parser.add_argument(name, type=float, default=value, help=f"{text} (default {value:g})")
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         args.network_gbs * 1e9,
         args.latency_us * 1e-6,
         args.launch_us * 1e-6,
+        args.part_us * 1e-6,
+        args.memory_tbs * 1e12,
     )
     cluster = Cluster(args.ranks, args.ranks_per_node, costs)
     shape = Shape(q_heads, kv_heads, args.head_dim, args.head_dim, 1, args.element_size)

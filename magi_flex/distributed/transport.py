@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_flex.distributed.row_copies import copy_rows
+
 ALIGNMENT = 16  # bytes; the start of every tensor inside a packed row
 
 
@@ -51,17 +53,22 @@ class RowExchange:
         """Starts to send rows ``index`` (int64 ``[S]``, in order of destination) of every tensor; splits: rows to and
         from each rank."""
         self.formats, row_bytes = row_formats(tensors)
-        packed = torch.empty(len(index), row_bytes, dtype=torch.uint8, device=tensors[0].device)
-        for x, form in zip(tensors, self.formats, strict=True):
-            torch.index_select(x, 0, index, out=self._column(packed, form))
-        self.received = packed.new_empty(sum(recv_splits), row_bytes)
+        packed = torch.empty((index.shape[0], row_bytes), dtype=torch.uint8, device=tensors[0].device)
+        copy_rows(tensors, [self._column(packed, form) for form in self.formats], index)
+        self.received = packed.new_empty((sum(recv_splits), row_bytes))
         self.packed = packed  # kept alive until it has been sent
         self.work = dist.all_to_all_single(self.received, packed, recv_splits, send_splits, group=group, async_op=True)
 
     @staticmethod
     def _column(packed: Tensor, form: RowFormat) -> Tensor:
         """One tensor's rows inside of packed ones, a view."""
-        return packed[:, form.begin : form.end].view(form.dtype).view(len(packed), *form.shape)
+        rows, row_bytes = packed.shape
+        steps = [1]
+        for size in reversed(form.shape[1:]):
+            steps.insert(0, steps[0] * size)
+        size = form.dtype.itemsize
+        strides = (row_bytes // size, *steps[: len(form.shape)])
+        return packed.view(form.dtype).as_strided((rows, *form.shape), strides, form.begin // size)
 
     def notify(self, on_done: Callable[[], None]) -> None:
         """Call ``on_done`` once the rows have arrived."""

@@ -128,11 +128,6 @@ class FfaBackend(Backend):
             found.append("gradients of what a score mod captures are not computed")
         return found
 
-    def behind_stock(self, facts: RequestFacts) -> str | None:
-        if facts.score_steps is None:
-            return "generated score mods have not been timed beside PyTorch's kernels"
-        return None
-
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         q, k, v = request.q, request.k, request.v
         batch, heads, q_len, _ = q.shape
@@ -164,9 +159,8 @@ class FfaBackend(Backend):
 
     def _forward(self, request: AttentionRequest, result: AttentionOutput, accumulate: bool) -> None:
         q, k, v = request.q, request.k, request.v
-        # Neighbouring threads have several heads of a row, where heads are packed; backward, several rows of a head.
-        packed = packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1]) > 1
-        scale, score = scale_and_score(request, backward=False, heads_last=packed)
+        pack = packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1])
+        scale, score = scale_and_score(request, backward=False, pack=pack)
         kinds = None if score is None else (score.kinds, score.generated)
         what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype, result.out.stride(), accumulate)
         with on_device(q.device):
@@ -204,7 +198,7 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
-        scale, score = scale_and_score(request, backward=True, heads_last=False)
+        scale, score = scale_and_score(request, backward=True, pack=1)
         fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
         kinds = None if score is None else (score.kinds, score.generated)
         what = ("ffa backward", request.launch_key, request.wide_results, dq.dtype, out.dtype, fixed_order, kinds)

@@ -10,8 +10,7 @@ What a graph computes from its captures alone runs before the kernel as torch op
 tensors are read where they lie, by address, sizes and strides; captured numbers are arguments of the launch.  What
 depends on q - k, and the head, alone is read from tables by distance (score_distance.py) where that is cheaper.  The
 code depends on the mod and on its captures' dtypes and ranks, on whether their offsets fit into 31 bits, on which of
-their indices are in bounds for all pairs, and with tables by distance and head on the number of heads; not on captures'
-values.
+their indices are in bounds for all pairs, and on how tables by distance and head lie; not on captures' values.
 """
 
 from __future__ import annotations
@@ -105,10 +104,10 @@ class _Writer(ScoreWalk):
 
     def _by_distance(self, step: int, launch: LaunchArguments, what: ByDistance) -> None:
         (name, table), (first, _), (distances, _) = (launch.inputs[x] for x in (what, "first", "distances"))
-        columns = what.by_head if what.by_head and what.heads_last else 1
-        row = f"(row.first + static_cast<int>({first}))"
-        if what.by_head:
-            row = f"{row} * {columns} + head.first" if what.heads_last else f"head.first * {distances} + {row}"
+        columns, row = what.pack or 1, f"row.first + static_cast<int>({first})"
+        if what.pack:
+            block = f"head.first / {columns} * static_cast<int>({distances})"
+            row = f"({block} + {row}) * {columns} + head.first % {columns}"
         kinds = {torch.bool: "uint8", torch.bfloat16: "uint16", torch.float16: "uint16"}
         memory = kinds.get(table.dtype, cuda_type(table.dtype))
         of_row = self.code.define("const void*", f"advance<{memory}>({name}, {row})", _ROW)
@@ -162,16 +161,16 @@ def _load(dtype: torch.dtype, name: str, offset: str) -> str:
 
 
 def generated_score(
-    score: ScoreProgram, device: torch.device, backward: bool, lengths: Lengths, heads_last: bool
+    score: ScoreProgram, device: torch.device, backward: bool, lengths: Lengths, pack: int
 ) -> KernelScore:
     """The score program for the forward or for the backward kernels.
 
-    ``heads_last``: how tables by distance and head lie in memory, see :class:`Layout`.
+    ``pack``: how tables by distance and head lie in memory, see :class:`Layout`.
 
     Raises ValueError for a graph that no code can be made of.
     """
     assert score.forward is not None
-    layout = Layout(lengths, score.index_map.h_offset, heads_last)
+    layout = Layout(lengths, score.index_map.h_offset, pack)
     in_order = score.index_map.q_index is None and score.index_map.k_index is None
     try:
         return _generate(score, device, backward, layout if in_order else None)

@@ -17,10 +17,10 @@ from magi_flex.kernels.score_split import (
 )
 
 
-def scale_and_score(request: AttentionRequest, backward: bool, heads_last: bool) -> tuple[float, KernelScore | None]:
+def scale_and_score(request: AttentionRequest, backward: bool, pack: int) -> tuple[float, KernelScore | None]:
     """The scale with the constant factors that the score mod begins with, and what is left of the mod.
 
-    ``heads_last``: see :class:`magi_flex.kernels.ffa_score_inputs.Layout`.
+    ``pack``: see :class:`magi_flex.kernels.ffa_score_inputs.Layout`.
 
     Raises ValueError where the mod is no steps and no code can be made of it.
     """
@@ -29,10 +29,10 @@ def scale_and_score(request: AttentionRequest, backward: bool, heads_last: bool)
         return request.scale, None
     lengths = Lengths(q.shape[1], q.shape[2], request.k.shape[2])
     if score.steps is None:
-        return request.scale, generated_score(score, q.device, backward, lengths, heads_last)
+        return request.scale, generated_score(score, q.device, backward, lengths, pack)
     if _reads_tables(score) and _is_code(score, backward):
         with contextlib.suppress(ValueError):  # what has no code after all stays steps
-            return request.scale, generated_score(score, q.device, backward, lengths, heads_last)
+            return request.scale, generated_score(score, q.device, backward, lengths, pack)
     scale, steps = leading_factors(request.scale, score.steps)
     return scale, kernel_score(steps) if steps else None
 

@@ -27,12 +27,12 @@ class Layout:
     Attributes:
         lengths: of the request.
         head_offset: what the mod sees is the head plus this.
-        heads_last: ``[D, H]`` instead of ``[H, D]``, for kernels where a warp has several heads of few distances.
+        pack: tables are ``[H / pack, D, pack]``; how many heads a warp of the kernel has of each row.
     """
 
     lengths: Lengths
     head_offset: int
-    heads_last: bool
+    pack: int
 
     @property
     def has_heads(self) -> bool:
@@ -45,13 +45,11 @@ class ByDistance(NamedTuple):
 
     Attributes:
         what: of which values.
-        by_head: how many heads a table by distance and head is of, else 0.
-        heads_last: see :class:`Layout`.
+        pack: of a table by distance and head, see :class:`Layout`; else 0.
     """
 
     what: Hashable
-    by_head: int
-    heads_last: bool
+    pack: int
 
 
 class Reading(NamedTuple):
@@ -163,13 +161,13 @@ class Graph:
         launch.add("first", layout.lengths.first)
         launch.add("distances", layout.lengths.distances)
         for function in self.distances.values():
-            launch.add(ByDistance(function, 0, False), by_distance(function, layout.lengths, launch.device))
+            launch.add(ByDistance(function, 0), by_distance(function, layout.lengths, launch.device))
         for step, reading in self.readings.items():
             source, what = values[reading.source].to(launch.device), self.table_of(step, layout)
             if source.dim() != len(reading.indices):
                 raise UnsupportedProgram("a captured tensor that is not indexed down to single elements")
             if what not in launch.inputs:
-                where = (tuple(source.shape), layout.lengths, layout.head_offset, layout.heads_last, launch.device)
+                where = (tuple(source.shape), layout.lengths, layout.head_offset, layout.pack, launch.device)
                 launch.add(what, gather(reading.indices, *where).of(source))
 
     def _in_bounds(self, values: dict[int, Any], layout: Layout) -> frozenset[tuple[int, int]]:
@@ -196,10 +194,9 @@ class Graph:
     def table_of(self, step: int, layout: Layout) -> ByDistance:
         """The table that a step of ``distances`` or ``readings`` is read from."""
         if step in self.distances:
-            return ByDistance(self.distances[step], 0, False)
+            return ByDistance(self.distances[step], 0)
         reading = self.readings[step]
-        by_head = layout.lengths.heads if None in reading.indices else 0
-        return ByDistance((reading.what, reading.indices), by_head, layout.heads_last)
+        return ByDistance((reading.what, reading.indices), layout.pack if None in reading.indices else 0)
 
 
 def _graph(program: FxProgram, arguments: int, name: str, by_distance: bool, by_head: bool) -> Graph:

@@ -2,7 +2,7 @@
 
 A T5 bucket, for one, is a logarithm and a quotient of the distance; there are at most Q + K distances, but Q * K pairs.
 
-Shape legend: D distances, H query heads.
+Shape legend: D distances, H query heads, P heads that lie together.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Gather(NamedTuple):
     """Reads a captured tensor for all distances, and heads if it is indexed by head as well.
 
     Attributes:
-        indices: of each axis of the captured tensor; together they have the shape of the result: ``[D]``, ``[D, H]`` or
-            ``[H, D]``.
+        indices: of each axis of the captured tensor; together they have the shape of the result: ``[D]``, or
+            ``[H / P, D, P]``.
         outside: where one of them is out of bounds (there they are 0), or None.
     """
 
@@ -150,7 +150,7 @@ def gather(
     sizes: tuple[int, ...],
     lengths: Lengths,
     head_offset: int,
-    heads_last: bool,
+    pack: int,
     device: torch.device,
 ) -> Gather:
     """How to read a tensor of ``sizes`` at ``indices``.
@@ -158,7 +158,7 @@ def gather(
     Args:
         indices: for each axis a function of the distance, a number, or None for the head.
         head_offset: what the mod sees is the head plus this.
-        heads_last: the result is ``[D, H]`` and not ``[H, D]``.
+        pack: heads that lie together, P; a divisor of their number.
     """
     by_head = None in indices
     found, outside = [], torch.zeros((), dtype=torch.bool, device="cpu")
@@ -172,8 +172,10 @@ def gather(
             x = x.long()
         else:
             x = torch.tensor(index, device="cpu")
-        if by_head and x.dim():
-            x = x[None, :] if heads_last == (index is None) else x[:, None]
+        if index is None:
+            x = x.view(-1, 1, pack)
+        elif by_head and x.dim():
+            x = x.view(1, -1, 1)
         inside = (x >= -size) & (x < size)
         found.append(torch.where(inside, x, 0))
         outside = outside | ~inside
