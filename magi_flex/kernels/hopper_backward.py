@@ -196,11 +196,11 @@ def gather_keys(
             store_rows(dv, dv_strides, b, g, dv_NE, first + PART * N, end, V_DIM)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "near", "items"])
+@gluon.jit(do_not_specialize=[*VARYING, "replicas", "items"])
 def kv_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse, delta, dk, dv, dk_strides, dv_strides,
     mask, records, partial_runs, full_runs, score_args, d_args, index_maps,
-    row_tiles, near, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
+    replicas, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: gl.constexpr, D_SCORE: gl.constexpr, SLOTS: gl.constexpr, BIT_TILES: gl.constexpr,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def kv_kernel(
         new_barriers(1, 1), new_barriers(1, GROUPS),
         new_barriers(STAGES, 1 + _LANES), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    plan = (records, partial_runs, full_runs, row_tiles, near, items, mask_batch, mask_heads, replica_heads)
+    plan = (records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads)
     results = (dk, dv, dk_strides, dv_strides)
     gl.warp_specialize(
         [
@@ -357,11 +357,11 @@ def gather_queries(
             store_rows(dq, dq_strides, b, h, dq_MD * scale, first + PART * M, end, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "near", "items"])
+@gluon.jit(do_not_specialize=[*VARYING, "replicas", "items"])
 def q_kernel(
     q_desc, k_desc, v_desc, d_out_desc, lse, delta, dq, dq_strides,
     mask, records, partial_runs, full_runs, score_args, d_args, index_maps,
-    row_tiles, near, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
+    replicas, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: gl.constexpr, D_SCORE: gl.constexpr, SLOTS: gl.constexpr,
     BIT_TILES: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -372,7 +372,7 @@ def q_kernel(
         new_barriers(1, 1), new_barriers(1, GROUPS),
         new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    plan = (records, partial_runs, full_runs, row_tiles, near, items, mask_batch, mask_heads, replica_heads)
+    plan = (records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads)
     results = (dq, dq_strides)
     gl.warp_specialize(
         [

@@ -180,11 +180,11 @@ def attend_rows(
             store_rows(out, out_strides, b, h, acc * factor[:, None], first + PART * ROWS, end, V_DIM)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "near", "items"])
+@gluon.jit(do_not_specialize=[*VARYING, "replicas", "items"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out, lse, max_score, out_strides,
     mask, records, partial_runs, full_runs, score_args, index_maps,
-    row_tiles, near, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
+    replicas, items, q_len, heads, group, mask_batch, mask_heads, replica_heads, scale,
     SCORE: gl.constexpr, SLOTS: gl.constexpr, BIT_TILES: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
     POSITIVE_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -192,7 +192,8 @@ def forward_kernel(
 
     Args:
         q_desc, k_desc, v_desc: tensor maps of rank 4 in boxes of M / 2 queries, or N keys.
-        items: row tiles times the batch entries and heads that share them; see find_tile for ``near``.
+        replicas: batch entries and heads that share a row tile.
+        items: row tiles times replicas, which the programs share.
     """
     N: gl.constexpr = k_desc.block_type.shape[2]
     rings = (
@@ -200,7 +201,7 @@ def forward_kernel(
         new_barriers(1, 1), new_barriers(1, GROUPS),
         new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    plan = (records, partial_runs, full_runs, row_tiles, near, items, mask_batch, mask_heads, replica_heads)
+    plan = (records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads)
     results = (out, lse, max_score, out_strides)
     gl.warp_specialize(
         [

@@ -68,24 +68,6 @@ def _tensor_map(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], box, _layout(*box[2:]))
 
 
-def near_replicas(replicas: int, streamed: Tensor, sharers: int) -> int:
-    """How many replicas to work on at a time, a divisor of ``replicas``.
-
-    Args:
-        streamed: what a replica reads for each of its tiles: a head of this and of a tensor like it.
-        sharers: replicas that read the same.
-    """
-    size = 2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size()
-    most = max(1, cache_bytes(streamed.device) // size) * sharers
-    return next(near for near in range(min(most, replicas), 0, -1) if replicas % near == 0)
-
-
-@functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """What may stay of streamed data in the second-level cache: half of it."""
-    return torch.cuda.get_device_properties(device).L2_cache_size // 2 if device.type == "cuda" else 1
-
-
 def _programs(items: int, device: torch.device) -> tuple[int]:
     return (min(items, multiprocessors(device)),)
 
@@ -99,7 +81,6 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float) -> Atte
     schedule = schedule_for(plan, 2 * _ROWS, keys)
     replicas, replica_heads = replicas_of(plan, batch, heads)
     items = schedule.row_tiles * replicas
-    near = near_replicas(replicas, k, heads // k.shape[1])
     shape = (batch, heads, q_len, v.shape[3])
     out = empty_in_order(q, shape, fill_order(request.q), torch.float32 if request.wide_results else q.dtype)
     lse, max_score = (torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
@@ -108,8 +89,7 @@ def forward(request: AttentionRequest, score: KernelScore, scale: float) -> Atte
             _tensor_map(q, _ROWS), _tensor_map(k, keys), _tensor_map(v, keys), out, lse, max_score, row_strides(out),
             mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, index_maps(request.score.index_map),
-            schedule.row_tiles, near, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2],
-            replica_heads, scale,
+            replicas, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, **mask_constants(plan), V_DIM=v.shape[3], STAGES=stages, POSITIVE_SCALE=scale > 0,
             num_warps=4,
         )  # fmt: skip
@@ -128,7 +108,6 @@ def backward_kv(
     schedule = schedule_for(plan, rows, 2 * _ROWS, transposed=True)
     replicas, replica_heads = replicas_of(plan, batch, kv_heads)
     items = schedule.row_tiles * replicas
-    near = near_replicas(replicas, q, 1)
     dk, dv = gradient_of(request, request.k), gradient_of(request, request.v)
     with on_device(q.device):
         kv_kernel[_programs(items, q.device)](
@@ -136,8 +115,7 @@ def backward_kv(
             delta_BHQ, dk, dv, row_strides(dk), row_strides(dv),
             mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, score.d_args, index_maps(request.score.index_map),
-            schedule.row_tiles, near, items, q_len, heads, heads // kv_heads, *plan.starts.shape[:2],
-            replica_heads, scale,
+            replicas, items, q_len, heads, heads // kv_heads, *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, **mask_constants(plan),
             HEAD_DIM=q.shape[3], V_DIM=v.shape[3], STAGES=stages, num_warps=4,
         )  # fmt: skip
@@ -155,7 +133,6 @@ def backward_q(
     schedule = schedule_for(plan, 2 * _ROWS, keys)
     replicas, replica_heads = replicas_of(plan, batch, heads)
     items = schedule.row_tiles * replicas
-    near = near_replicas(replicas, k, heads // k.shape[1])
     dq = gradient_of(request, request.q)
     with on_device(q.device):
         q_kernel[_programs(items, q.device)](
@@ -163,8 +140,7 @@ def backward_q(
             delta_BHQ, dq, row_strides(dq),
             mask_tensors(plan), schedule.records, schedule.partial_runs, schedule.full_runs,
             score.args, score.d_args, index_maps(request.score.index_map),
-            schedule.row_tiles, near, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2],
-            replica_heads, scale,
+            replicas, items, q_len, heads, heads // k.shape[1], *plan.starts.shape[:2], replica_heads, scale,
             SCORE=score.score, D_SCORE=score.d_score, **mask_constants(plan),
             HEAD_DIM=q.shape[3], STAGES=stages, num_warps=4,
         )  # fmt: skip

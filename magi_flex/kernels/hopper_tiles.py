@@ -48,26 +48,23 @@ def slot_before(slot, uses, STAGES: gl.constexpr):
 @gluon.jit
 def turns_of(plan):
     """How many row tiles a program takes."""
-    return gl.cdiv(plan[5], gl.num_programs(0))
+    return gl.cdiv(plan[4], gl.num_programs(0))
 
 
 @gluon.jit
 def find_tile(turn, plan):
     """(first row, end, mask head, runs for triton_runs, steps, batch entry, head) of a program's tile number ``turn``.
 
-    Work is dealt out longest first, every other turn the other way round, so that all get about the same; ``near``
-    replicas at a time, so that what they stream stays in the second-level cache.
+    Work is dealt out longest first, every other turn the other way round, so that all get about the same.
     """
-    records, partial_runs, full_runs, row_tiles, near, items, mask_batch, mask_heads, replica_heads = plan
+    records, partial_runs, full_runs, replicas, items, mask_batch, mask_heads, replica_heads = plan
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     item = turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
     wanted = item < items
     item = gl.where(wanted, item, 0)
-    batch = item // (near * row_tiles)
-    item -= batch * (near * row_tiles)
-    replica = batch * near + item % near
-    record = records + (item // near).to(gl.int64) * 8
+    replica = item % replicas
+    record = records + (item // replicas).to(gl.int64) * 8
     first, end, mask_head, partial_lo, full_lo, full_hi, steps = read_record(record)
     b = replica // replica_heads
     if mask_batch > 1:
