@@ -144,13 +144,12 @@ def test_wide_results_lse_gradient_and_empty_rows() -> None:
 
 @pytest.fixture
 def always_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Hopper kernels take all that they can, with few programs and few heads at a time; returns which ran."""
+    """The Hopper kernels take all that they can, with few programs; returns which ran."""
     hopper = triton_backend._hopper_launch(torch.device("cuda", torch.cuda.current_device()))
     if hopper is None:
         pytest.skip("needs a Hopper GPU and a release of Triton that the kernels are for")
     monkeypatch.setattr(hopper, "pays", lambda q: True)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(hopper, "cache_bytes", lambda device: 0)
     launched = []
     for name in ("forward", "backward_kv", "backward_q"):
         launch = getattr(hopper, name)
