@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-import magi_flex.ops  # the operators
+import magi_flex.ops  # noqa: F401  (the operators)
 from benchmarks.bench_tiles import plans
 from benchmarks.harness import RESULTS, Row, interleave, leave, table, write_results
 from benchmarks.workloads import document_lengths
@@ -78,20 +78,26 @@ def plan_from_ids(size: int) -> Callable[[], object]:
 
 
 def streamed(size: int, rounds: int) -> Row:
-    """The plan of a random table, which has no structure at all, beside stock ``create_block_mask``."""
+    """The plan of a random table, which has no structure, beside stock ``create_block_mask``, compiled and not."""
     allowed = torch.rand(size, size, device="cuda") < 0.5
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return allowed[q, k]
 
+    program, captures = trace_mask_mod(mask_mod, "cuda")
+    order, tensors, ints = split_captures(captures)
+    spec = MaskSpec(program.to_json(), order)
+    arguments = (mask_mod, None, None, size, size, "cuda")
     compiled = torch.compile(create_block_mask)
     work: dict[str, Callable[[], object]] = {
-        "ours": lambda: magi_flex.plan(mask_mod, size, size, device="cuda"),
-        "stock_create_block_mask": lambda: compiled(mask_mod, None, None, size, size, "cuda"),
+        "ours": lambda: spec.build(tensors, ints, 1, 1, size, size, allowed.device),
+        "stock_create_block_mask": lambda: compiled(*arguments),
+        "stock_create_block_mask_uncompiled": lambda: create_block_mask(*arguments),
     }
     timings = interleave(work, repeats=min(rounds, 5), warmup=1, device="cuda")
-    beside = {"stock_create_block_mask": timings["stock_create_block_mask"].median_ms}
-    more = {"peak_mib": peak_mib(work["ours"]), "stock_peak_mib": peak_mib(work["stock_create_block_mask"])}
+    beside = {name: timing.median_ms for name, timing in timings.items() if name != "ours"}
+    more = {name: peak_mib(one) for name, one in work.items()}
+    more = {"peak_mib": more.pop("ours"), **{f"{name}_peak_mib": mib for name, mib in more.items()}}
     return Row("plan", "stream", "dense table", size, ms=timings["ours"].median_ms, beside=beside, more=more)
 
 

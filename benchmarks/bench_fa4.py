@@ -8,6 +8,8 @@ Needs a GPU that flash-attn-4 has kernels for.  Everybody runs on a plan made be
     bits         the backend with interval bits and block lists for every mask
     flags        the package's kernels with its flags or packed sequences, where it has any for the mask
     elements     the package's kernels with an interval mask_mod called score by score, and lists of 128 x 128 blocks
+    unmasked     the kernels of "bits" on the same blocks, none of which is masked (a wrong result): what masks could
+                 gain at most
 
 The package's sides launch the compiled kernels without its interface, so that short calls do not wait for Python.  The
 sides take turns and begin with another one each round: a GPU that was idle runs faster for a while.  "host_us" is what
@@ -20,23 +22,23 @@ import argparse
 import functools
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.bench_ffa import MASKS, Work, bounds
-from benchmarks.harness import RESULTS, Row, attention_tflops, leave, table, write_results
-from benchmarks.workloads import document_lengths
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, leave, table, write_results
+from benchmarks.workloads import MASKS, bounds, document_lengths
 from inductor_lowering.to_intervals import plan_from_mask_mod
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import fa4
-from magi_flex.kernels.fa4 import Fa4Backend, mask_arguments, score_arguments
+from magi_flex.kernels.fa4 import Fa4Backend, mask_arguments, score_arguments, tracing_order
 from magi_flex.kernels.fa4_launch import watched
-from magi_flex.kernels.fa4_masks import KernelMask
-from magi_flex.kernels.fa4_tiles import BlockSize, block_lists, padded_bounds
+from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, forward_mask
+from magi_flex.kernels.fa4_tiles import BlockLists, BlockSize, block_lists, padded_bounds
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Documents, find_structure
@@ -102,38 +104,85 @@ def flags(plan: MaskPlan) -> tuple[KernelMask, KernelMask] | None:
     return mask, mask
 
 
-def alone(masks: tuple[KernelMask, KernelMask], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Side, Side]:
-    """The package's kernels, forward and backward; tensors are ``[1, rows, heads, dim]``."""
-    interface, arch = fa4.package().interface, fa4.architecture(q.device)
-    scale = q.shape[3] ** -0.5
-    packed = masks[0].documents is not None
-    of_mask = [
-        mask_arguments(mask, arch, backward, as_bits=False) | score_arguments(mask, None, q.transpose(1, 2), backward)
-        for backward, mask in enumerate(masks)
-    ]
-    out = torch.empty_like(d_out)
-    lse = torch.empty(1, q.shape[2], q.shape[1], device=q.device)
-    q, k, v, out, d_out, lse = (x[0] if packed else x for x in (q, k, v, out, d_out, lse))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+def unmasked(plan: MaskPlan, arch: int, dims: tuple[int, int], group: int) -> tuple[KernelMask, KernelMask]:
+    """The backend's own, with every block that is listed among the full ones."""
+    masks = []
+    for mask, length in (
+        (forward_mask(plan, arch, dims, group), plan.kv_len),
+        (backward_mask(plan, arch, dims), plan.q_len),
+    ):
+        assert mask.lists is not None and mask.block is not None
+        partial_count, partial, full_count, full = mask.lists
+        columns = -(-length // min(mask.block))
+        listed = torch.zeros(*partial.shape[:3], columns + 1, dtype=torch.bool, device=partial.device)
+        for count, blocks in ((partial_count, partial), (full_count, full)):
+            used = torch.arange(blocks.shape[3], device=blocks.device) < count[..., None]
+            listed.scatter_(3, torch.where(used, blocks, columns).long(), True)
+        listed = listed[..., :columns]
+        blocks = torch.sort(~listed, dim=3, stable=True).indices.to(torch.int32)
+        lists = BlockLists(torch.zeros_like(partial_count), partial, listed.sum(3, dtype=torch.int32), blocks)
+        masks.append(replace(mask, lists=lists))
+    return masks[0], masks[1]
 
-    def forward() -> None:
-        interface._flash_attn_fwd(q, k, v, out=out, lse=lse, return_lse=True, softmax_scale=scale, **of_mask[0])
 
-    def backward() -> None:
-        interface._flash_attn_bwd(
-            q, k, v, out, d_out, lse, softmax_scale=scale, dq=dq, dk=dk, dv=dv, **of_mask[1]
+def forward_alone(
+    mask: KernelMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, as_bits: bool = False
+) -> Side:
+    """The forward kernel; tensors are ``[1, rows, heads, dim]``, lse ``[1, heads, rows]``."""
+    interface = fa4.package().interface
+    given = _packed(mask, q, k, v, out, lse)
+
+    def work() -> None:
+        q, k, v, out, lse = given
+        interface._flash_attn_fwd(
+            q, k, v, out=out, lse=lse, return_lse=True, softmax_scale=q.shape[-1] ** -0.5, **arguments
         )  # fmt: skip
 
-    sides = []
+    arguments = _arguments(mask, q, False, as_bits)
+    order = tracing_order(mask, fa4.architecture(q.device)) if as_bits else None
+    return _launched(work, (interface._flash_attn_fwd,), given, order)
+
+
+def backward_alone(
+    mask: KernelMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, as_bits: bool = False
+) -> Side:
+    """The backward kernels; tensors as for :func:`forward_alone`, which has made out and lse."""
+    interface = fa4.package().interface
+    given = _packed(mask, q, k, v, out, d_out, *(torch.empty_like(x) for x in (q, k, v)), lse)
+
+    def work() -> None:
+        q, k, v, out, d_out, dq, dk, dv, lse = given
+        interface._flash_attn_bwd(
+            q, k, v, out, d_out, lse, softmax_scale=q.shape[-1] ** -0.5, dq=dq, dk=dk, dv=dv, **arguments
+        )  # fmt: skip
+
+    arguments = _arguments(mask, q, True, as_bits)
     functions = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
-    for work, looked_up_in, given in (
-        (forward, (interface._flash_attn_fwd,), (q, k, v, out, lse)),
-        (backward, functions, (q, k, v, out, d_out, dq, dk, dv, lse)),
-    ):
-        launch = watched(work, looked_up_in, given)
-        assert launch is not None
-        sides.append(Side(functools.partial(launch, *given), work))
-    return sides[0], sides[1]
+    return _launched(work, functions, given, None)
+
+
+def _packed(mask: KernelMask, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x[0] for x in tensors) if mask.documents is not None else tensors
+
+
+def _arguments(mask: KernelMask, q: Tensor, backward: bool, as_bits: bool) -> dict[str, Any]:
+    of_mask = mask_arguments(mask, fa4.architecture(q.device), backward, as_bits)
+    return of_mask | score_arguments(mask, None, q.transpose(1, 2), backward)
+
+
+def _launched(work: Work, looked_up_in: tuple[Any, ...], given: tuple[Tensor, ...], tracing: Any) -> Side:
+    launch = watched(work, looked_up_in, given, tracing)
+    assert launch is not None
+    return Side(functools.partial(launch, *given), work)
+
+
+def alone(
+    masks: tuple[KernelMask, KernelMask], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, as_bits: bool = False
+) -> tuple[Side, Side]:
+    """The kernels, forward and backward; tensors are ``[1, rows, heads, dim]``."""
+    out, lse = torch.empty_like(d_out), torch.empty(1, q.shape[2], q.shape[1], device=q.device)
+    forward = forward_alone(masks[0], q, k, v, out, lse, as_bits)
+    return forward, backward_alone(masks[1], q, k, v, out, d_out, lse, as_bits)
 
 
 def backend(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Side, Side]:
@@ -206,7 +255,10 @@ def measure(mask: str, length: int, heads: tuple[int, int], dims: tuple[int, int
         "elements": alone(elements(plan, fa4.architecture(by_row[0].device)), *by_row),
     }
     flagged = flags(plan)
-    if flagged is not None:
+    if flagged is None:
+        bare = unmasked(plan, fa4.architecture(by_row[0].device), dims, heads[0] // heads[1])
+        sides["unmasked"] = alone(bare, *by_row, as_bits=True)
+    else:
         sides["bits"] = backend(without_structure(plan), *by_head)
         sides["flags"] = alone(flagged, *by_row)
     rows = []

@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos}
+_MOST_KINDS = 32  # of calls, whose gradients' graphs a mod keeps
 _MARK = "magi_flex_serves"  # in the graph's meta: Dynamo traced it while our kernels took the calls
 
 _higher_order = sys.modules["torch._higher_order_ops.flex_attention"]  # the package's attribute is the operator
@@ -28,11 +30,21 @@ def install(serving: Callable[[], bool]) -> None:
     """Wrap FlexAttention's trace of gradients; it does what it did where ``serving`` is false."""
 
     def create_fw_bw_graph(score_mod: Any, index_values: Any, other_buffers: Any) -> Any:
+        known: dict[Hashable, Any] = {}
+        kind = None
         if isinstance(score_mod, GraphModule) and (score_mod.meta.get(_MARK) or serving()):
             score_mod.meta[_MARK] = True
+            known, kind = _joint_graphs.setdefault(score_mod, {}), _kind_of_call(index_values, other_buffers)
             score_mod = floats_as_tensors(score_mod)
         try:
-            return _stock_create_fw_bw_graph(score_mod, index_values, other_buffers)
+            joint = known.get(kind)
+            if joint is None:
+                joint = _stock_create_fw_bw_graph(score_mod, index_values, other_buffers)[1]
+                if kind is not None:
+                    if len(known) >= _MOST_KINDS:
+                        known.clear()
+                    known[kind] = joint
+            return score_mod, joint
         except PendingUnbackedSymbolNotFound as error:
             raise RuntimeError(
                 "score_mod: does more with a captured Python float that changes between calls than arithmetic; capture "
@@ -40,6 +52,27 @@ def install(serving: Callable[[], bool]) -> None:
             ) from error
 
     _higher_order.create_fw_bw_graph = create_fw_bw_graph  # type: ignore[attr-defined]
+
+
+# Of eager calls, which bring the same graphs again and again and would trace the gradients in each call.
+_joint_graphs: WeakKeyDictionary[GraphModule, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def _kind_of_call(index_values: Sequence[Any], other_buffers: Sequence[Any]) -> Hashable | None:
+    """Equal for eager calls whose gradients have the same graph; None while something else traces the call."""
+    described: list[Hashable] = []
+    for x in (*index_values, *other_buffers):
+        if type(x) in (torch.Tensor, torch.nn.Parameter):
+            described.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+        elif type(x) in (int, float, bool):
+            described.append((type(x), x))
+        else:
+            return None
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    device = index_values[0].device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return *described, cast, torch.get_default_dtype(), torch.get_default_device()
 
 
 def floats_as_tensors(score_mod: GraphModule) -> GraphModule:

@@ -61,7 +61,7 @@ def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], Bu
     Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy,
     the static memory of CUDA graphs).  Large ones (``_MOST_BYTES``) are not copied, and their plan is not kept.
     """
-    if not tensors or sum(x.numel() * x.element_size() for x in tensors) > _MOST_BYTES:
+    if not tensors or sum(x.nbytes for x in tensors) > _MOST_BYTES:
         return build()
     identity = (identity, *((x.dtype, x.shape, x.device) for x in tensors))
     key = hash((identity, *(storage_key(x) for x in tensors)))
@@ -89,4 +89,4 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).view(torch.uint8)
+    return (x.detach() if x.requires_grad else x).reshape(-1).view(torch.uint8)

@@ -12,7 +12,7 @@ import torch.nn.attention.flex_attention as stock
 from torch import Tensor
 
 import magi_flex
-from inductor_lowering import eager
+from inductor_lowering import captured_floats, eager
 from magi_flex import ops
 from tests.cases.reference import dense_attention
 from tests.compiling import attend, check_training, qkv
@@ -87,6 +87,43 @@ def test_the_backward_has_the_plan_of_its_forward(counts: Counts) -> None:
     memory[:] = 0  # autograd does not see this
     for grad, exact in zip(torch.autograd.grad(out.sum(), inputs), right, strict=True):
         assert torch.equal(grad, exact)
+
+
+def test_gradients_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each kind of call: dtypes, captured values, what wants a gradient."""
+    traces: list[int] = []
+    trace = captured_floats._stock_create_fw_bw_graph
+    monkeypatch.setattr(captured_floats, "_stock_create_fw_bw_graph", lambda *args: traces.append(1) or trace(*args))
+    bias = torch.linspace(-1, 1, 4).requires_grad_()
+    sizes = {"q_len": 20, "kv_len": 20}
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(s) * bias[h]
+
+    def reference(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(s) * exact[h]
+
+    with magi_flex.enable():
+        counts = []
+        for seed in range(4):
+            exact = bias.detach().double().requires_grad_()
+            check_training(attend, qkv(**sizes, seed=seed), None, None, score_mod, reference, (bias,), (exact,))
+            counts.append(len(traces))
+        assert counts[0] == counts[-1]
+        for value in (3, 5, 7, 3, 5, 7):  # each is a graph of its own
+            check_training(attend, qkv(**sizes), None, score_mod=bind(value))
+            counts.append(len(traces))
+        assert counts[4] < counts[5] < counts[6] == counts[-1]
+
+
+def test_graphs_of_gradients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured number may be another one in every call."""
+    monkeypatch.setattr(captured_floats, "_stock_create_fw_bw_graph", lambda mod, *args: (mod, str(args)))
+    mod = torch.fx.symbolic_trace(lambda score, number: score * number)
+    with magi_flex.enable():
+        create = captured_floats._higher_order.create_fw_bw_graph
+        given = {create(mod, [torch.zeros(())], [number])[1] for number in range(100)}
+    assert len(given) == 100 and 1 < len(captured_floats._joint_graphs[mod]) <= captured_floats._MOST_KINDS
 
 
 def bind(value: int) -> Any:

@@ -39,7 +39,7 @@ from magi_flex.kernels.score_split import leading_factors
 LOG2_E = math.log2(math.e)
 ARCHITECTURES = (9, 10, 11)
 # Head dims of keys and values whose kernels ran on a Hopper GPU.
-_RUN_DIMS = ((64, 64), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
+_RUN_DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (128, 64), (128, 128), (192, 128), (256, 256))
 
 
 class Fa4Backend(Backend):
@@ -138,8 +138,17 @@ class Fa4Backend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return gradients
+        key = _launch_key(request, q, k, v, out, d_out)
+        prepared = _Prepared() if key is None else kept(request.plan, (key, d_lse is None), _Prepared)
         with on_device(q.device), torch.no_grad():
-            _backward(request, out, lse, d_out, d_lse, gradients)
+            rows = [lse / LOG2_E]
+            if d_lse is not None:
+                rows.append(torch.where(lse == -math.inf, 0, d_lse.float() * LOG2_E))
+            if prepared.launch is None:
+                _first_backward(request, out, d_out, rows, gradients, prepared)
+            else:
+                lay, lay_rows = _LAYOUTS[prepared.packed]
+                prepared.launch(*[lay(x) for x in (q, k, v, out, d_out, dq, dk, dv)], *[lay_rows(x) for x in rows])
         return gradients
 
 
@@ -165,8 +174,8 @@ def _launch_key(request: AttentionRequest, *tensors: Tensor) -> Hashable | None:
     layout: list[Any] = []
     for x in tensors:
         addresses |= x.data_ptr()
-        layout += (x.shape, x.stride())
-    return "fa4 launch", tuple(layout), tensors[0].dtype, addresses % 16, request.scale, steps
+        layout += (x.shape, x.stride(), x.dtype)
+    return "fa4 launch", tuple(layout), addresses % 16, request.scale, steps
 
 
 def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared: _Prepared) -> None:
@@ -196,15 +205,19 @@ def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared
         prepared.launch, prepared.packed = launch, packed
 
 
-def _backward(
+def _first_backward(
     request: AttentionRequest,
     out: Tensor,
-    lse: Tensor,
     d_out: Tensor,
-    d_lse: Tensor | None,
+    rows: list[Tensor],
     gradients: AttentionGradients,
+    prepared: _Prepared,
 ) -> None:
-    """Fill ``gradients``."""
+    """Fill ``gradients`` through the package's interface.
+
+    Args:
+        rows: natural logarithms lse, and their gradient where there is one.
+    """
     given_scale, score = scale_and_score(request, backward=True)
     # Masked scores are -inf before the kernel multiplies by the scale.
     q, scale = (request.q, given_scale) if score is not None else positive_scale(request.q, given_scale)
@@ -213,42 +226,20 @@ def _backward(
     spread = group > 1 and must_spread(arch, dims, score)
     k, v = (_spread(x, group) if spread else x for x in (request.k, request.v))
     padded = backward_dims(arch, *dims)
-    tensors = [
-        padded_to(without_broadcasts(x), dim)
-        for x, dim in zip((q, k, v, out, d_out.to(q.dtype)), (padded[i] for i in (0, 0, 1, 1, 1)), strict=True)
-    ]
+    tensors = [padded_to(without_broadcasts(x), padded[0]) for x in (q, k)]
+    tensors += [padded_to(without_broadcasts(x), padded[1]) for x in (v, out, d_out.to(q.dtype))]
     wanted = (gradients.dq, gradients.dk, gradients.dv)
     direct = not spread and padded == dims
     results = wanted if direct else tuple(torch.empty_like(x) for x in tensors[:3])
-    key = _launch_key(request, *tensors, *results)
-    prepared = _Prepared() if key is None else kept(request.plan, (key, d_lse is None), _Prepared)
-    if prepared.launch is None:
-        mask = flagged_mask(request.plan, q.shape[0], can_pack((*tensors, *results), score))
-        if mask is None:
-            mask = backward_mask(request.plan, arch, padded)
-        prepared.packed = mask.documents is not None
-    lay, lay_rows = _LAYOUTS[prepared.packed]
-    rows = [lay_rows(lse / LOG2_E)]
-    if d_lse is not None:
-        rows.append(lay_rows(torch.where(lse == -math.inf, 0, d_lse.float() * LOG2_E)))
-    given = (*(lay(x) for x in (*tensors, *results)), *rows)
-    if prepared.launch is not None:
-        prepared.launch(*given)
-    else:
-        arguments = mask_arguments(mask, arch, backward=True) | score_arguments(mask, score, q, backward=True)
-        prepared.launch = _first_backward(given, scale, arguments)
-    if scale != given_scale:
-        results[0].mul_(given_scale / scale)
-    if not direct:
-        for total, parts in zip(wanted, results, strict=True):
-            summed = parts if total.shape[1] == parts.shape[1] else parts.unflatten(1, (-1, group)).float().sum(2)
-            total.copy_(summed[..., : total.shape[3]])
-
-
-def _first_backward(given: tuple[Tensor, ...], scale: float, arguments: dict[str, Any]) -> Launch | None:
-    """Through the package's interface: q, k, v, out and its gradient, the gradients to fill, lse and its gradient."""
-    interface = package().interface
+    mask = flagged_mask(request.plan, q.shape[0], can_pack((*tensors, *results), score))
+    if mask is None:
+        mask = backward_mask(request.plan, arch, padded)
+    packed = mask.documents is not None
+    lay, lay_rows = _LAYOUTS[packed]
+    given = (*(lay(x) for x in (*tensors, *results)), *(lay_rows(x) for x in rows))
     dq, dk, dv, lse, *d_lse = given[5:]
+    arguments = mask_arguments(mask, arch, backward=True) | score_arguments(mask, score, q, backward=True)
+    interface = package().interface
 
     def work() -> None:
         interface._flash_attn_bwd(
@@ -256,7 +247,15 @@ def _first_backward(given: tuple[Tensor, ...], scale: float, arguments: dict[str
         )
 
     caches = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
-    return watched(work, caches, given)
+    launch = watched(work, caches, given)
+    if direct and all(x is y for x, y in zip(tensors, (request.q, request.k, request.v, out, d_out), strict=True)):
+        prepared.launch, prepared.packed = launch, packed
+    if scale != given_scale:
+        results[0].mul_(given_scale / scale)
+    if not direct:
+        for total, parts in zip(wanted, results, strict=True):
+            summed = parts if total.shape[1] == parts.shape[1] else parts.unflatten(1, (-1, group)).float().sum(2)
+            total.copy_(summed[..., : total.shape[3]])
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------

@@ -14,22 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_flex.bit_tiles import BitTiles
-from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import has_compiler
 from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
 from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, TwoKernels, launch_backward
-from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
+from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
 from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.ffa_launch import multiprocessors
-from magi_flex.kernels.ffa_schedule import Schedule, device_schedule, make_schedule
+from magi_flex.kernels.ffa_plans import (
+    backward_schedule,
+    contiguous_bit_tiles,
+    contiguous_intervals,
+    forward_schedule,
+    has_few_keys,
+)
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
 from magi_flex.kernels.ffa_score_choice import scale_and_score
 from magi_flex.kernels.ffa_split import LaunchInParts, key_parts, split_plan
 from magi_flex.kernels.layout import empty_like_filled
-from magi_flex.kernels.plan_cache import derived, kept
+from magi_flex.kernels.plan_cache import kept
 from magi_flex.kernels.request import (
     AttentionGradients,
     AttentionOutput,
@@ -39,9 +43,7 @@ from magi_flex.kernels.request import (
     Distance,
     RequestFacts,
 )
-from magi_flex.kernels.tile_plans import has_room, kernel_tile_plan
-from magi_flex.mask_plan import MaskPlan
-from magi_flex.mask_structure import Band
+from magi_flex.kernels.tile_plans import has_room
 
 
 class Tiles(NamedTuple):
@@ -75,14 +77,16 @@ HEAD_DIMS = tuple(_TWO_WARPGROUPS)
 _BACKWARD = {
     (64, 64): (64, 128, True),
     (128, 128): (64, 128, True),
-    (192, 128): (64, 64, False),
+    (192, 128): (32, 128, True),
     (192, 192): (64, 64, False),
     (256, 256): (64, 64, False),
 }
 # Query rows of a step without a score mod, which leaves registers for longer ones.
-_LONG_STEPS = {(64, 64): 128, (128, 128): 80}
+_LONG_STEPS = {(64, 64): 128, (128, 128): 80, (192, 128): 48}
 # Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
-_FEW_KEYS = {(64, 64): 832, (128, 128): 832}
+_FEW_KEYS = {(64, 64): 704, (128, 128): 832, (192, 128): 832}
+# Items (a key tile, all heads of a group) that these take for each multiprocessor.
+_LEAST_ITEMS = 0.9
 # Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
     (64, 64): (128, 2, 3, 2),
@@ -162,7 +166,15 @@ class FfaBackend(Backend):
         pack = packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1])
         scale, score = scale_and_score(request, backward=False, pack=pack)
         kinds = None if score is None else (score.kinds, score.generated)
-        what = ("ffa forward", request.launch_key, scale, kinds, result.out.dtype, result.out.stride(), accumulate)
+        what = (
+            "ffa forward launch",
+            request.launch_key,
+            scale,
+            kinds,
+            result.out.dtype,
+            result.out.stride(),
+            accumulate,
+        )
         with on_device(q.device):
             kept_launch = kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))
             if kept_launch.copies:
@@ -201,7 +213,15 @@ class FfaBackend(Backend):
         scale, score = scale_and_score(request, backward=True, pack=1)
         fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
         kinds = None if score is None else (score.kinds, score.generated)
-        what = ("ffa backward", request.launch_key, request.wide_results, dq.dtype, out.dtype, fixed_order, kinds)
+        what = (
+            "ffa backward kernels",
+            request.launch_key,
+            request.wide_results,
+            dq.dtype,
+            out.dtype,
+            fixed_order,
+            kinds,
+        )
         with on_device(q.device):
             instance, schedule, gradient_q, two_kernels = kept(
                 request.plan, what, lambda: _backward_kernels(request, dq, out, fixed_order, score)
@@ -335,7 +355,9 @@ def _backward_kernels(
 
     instance = instance_of(fixed_order)
     few: bool | Tensor = False
-    if instance.sum_dq and score is None and plan.bit_tiles is None:
+    items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
+    enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
+    if instance.sum_dq and score is None and plan.bit_tiles is None and enough:
         few = has_few_keys(plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
     if few is True:
         return kernels(instance_of(True), True)
@@ -454,58 +476,6 @@ def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> Gr
 def packed_heads(group: int, mask_heads: int) -> int:
     """Query heads in a row tile: some of a group, where they share the mask."""
     return math.gcd(group, _MAX_PACK) if mask_heads == 1 else 1
-
-
-def forward_schedule(plan: MaskPlan, instance: ForwardInstance | GradientQInstance) -> Schedule:
-    """Row tiles of ``plan`` for ``instance``, kept as long as the plan's tensors are."""
-    sizes = (instance.q_tile, instance.kv_tile)
-
-    def build() -> Schedule:
-        tiles = kernel_tile_plan(plan, *sizes, ragged=True)
-        return (device_schedule if has_room(plan) else make_schedule)(tiles, instance.narrow_tile)
-
-    return derived(plan, ("ffa forward", *sizes, instance.narrow_tile), build)
-
-
-def backward_schedule(request: AttentionRequest, instance: BackwardInstance, split: bool = True) -> BackwardSchedule:
-    """Key tiles of the request's plan, kept as long as the plan's tensors are."""
-    batch, heads = request.q.shape[:2]
-    sizes = (instance.rows, instance.keys, batch, heads, request.k.shape[1])
-    pack = instance.pack
-    processors = multiprocessors(request.q.device.index)
-
-    def build() -> BackwardSchedule:
-        return plan_backward(request.plan, *sizes, processors, split, pack)
-
-    return derived(request.plan, ("ffa backward", *sizes, split, pack), build)
-
-
-def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:
-    """Whether a row of ``plan`` (without bit tiles) attends to fewer than ``limit`` keys on average.
-
-    An int32 ``[1]`` on the plan's device where the host would have to wait for it: plans that are built there.
-    """
-
-    def build() -> bool | Tensor:
-        if isinstance(plan.structure, Band):
-            return plan.structure.area(plan.q_len, plan.kv_len) < limit * plan.q_len
-        keys = (plan.ends - plan.starts).clamp_(min=0).sum(dtype=torch.int64)
-        few = keys < limit * plan.starts[:, :, 0].numel()
-        return few.int().view(1) if has_room(plan) else bool(few)
-
-    return derived(plan, ("ffa few keys", limit), build)
-
-
-def contiguous_intervals(plan: MaskPlan) -> RowIntervals:
-    return RowIntervals(plan.starts.contiguous(), plan.ends.contiguous(), plan.kv_len)
-
-
-def contiguous_bit_tiles(plan: MaskPlan) -> BitTiles | None:
-    tiles = plan.bit_tiles
-    if tiles is None:
-        return None
-    tensors = (tiles.row_ptr, tiles.cols, tiles.slot, tiles.bits)
-    return BitTiles(tiles.q_tile, tiles.kv_tile, *(x.contiguous() for x in tensors))
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
