@@ -117,7 +117,7 @@ def measure(
         sides["ffa_softcap"] = whole(False, ScoreProgram(steps=(Softcap(30.0),)))
     sides["cudnn"] = gradients_of(cudnn(leaves[0], leaves[1], leaves[2], mask), leaves, d_out)
     sides |= flash_attention_4(plan, *(x.transpose(1, 2).contiguous() for x in (q, k, v, d_out)))
-    repeat = max(1, 4096 // length) ** 2  # short launches: nobody waits for the host
+    repeat = max(1, 8192 // length) ** 2  # short launches: nobody waits for the host
 
     def several(work: Work) -> Work:
         return lambda: [work() for _ in range(repeat)]

@@ -26,6 +26,14 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 
+
+@pytest.fixture(params=["as chosen", "sums"])
+def way_to_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the number of keys a row decides, and always by sums beside dk and dv."""
+    if request.param == "sums":
+        monkeypatch.setattr(ffa, "_FEW_KEYS", dict.fromkeys(ffa._FEW_KEYS, 0))
+
+
 LENGTHS = (1, 5, 127, 129, 257, 1025, 2046)
 Sizes = tuple[int, int, int, int, int, int, int]
 
@@ -77,6 +85,7 @@ def check(request: AttentionRequest, mask: Tensor, d_out: Tensor, d_lse: Tensor 
 
 
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.usefixtures("way_to_dq")
 def test_every_mask(name: str) -> None:
     for length in (129, 1025):
         case = make_mask(name, length)
@@ -89,6 +98,7 @@ def test_every_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.usefixtures("way_to_dq")
 def test_every_length(length: int) -> None:
     for name, other in itertools.product(("full", "causal", "document_causal", "sink_and_window"), (length, 333)):
         dense = make_mask(name, length, other).dense()
@@ -114,6 +124,7 @@ def test_every_length(length: int) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("way_to_dq")
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     dense = make_mask("prefix_lm_in_documents", 515).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
@@ -124,6 +135,7 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
 @pytest.mark.parametrize("name", ["full", "causal", "document_causal", "query_and_key_padding"])
+@pytest.mark.usefixtures("way_to_dq")
 def test_wide_heads(name: str, dims: tuple[int, int]) -> None:
     for length in (129, 1025):
         case = make_mask(name, length)
@@ -150,13 +162,13 @@ def test_fixed_order_of_sums(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_score_steps(head_dim: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_score_steps(dims: tuple[int, int], deterministic: bool) -> None:
     batch, kv_heads, group, q_len, kv_len = 2, 2, 4, 150, 291
     heads = kv_heads * group
     dense = make_mask("sink_and_window", q_len, kv_len).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
-    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim))
+    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, *dims))
     for steps in step_programs(batch, heads, q_len, kv_len, "cuda").values():
         request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps), deterministic)
         exact, rounded = (

@@ -45,7 +45,9 @@ template <class C> struct WideConsumer : Fragment<C> {
         for (int remaining = steps; remaining > 0; --remaining) {
             const int stage = ring.stage;
             uint32 pairs[kScores / 2];
-            this->make_weights(scores, pairs, stage);
+            float2 shift[C::kRows / 8];
+            this->load_rows(shift, shared.shift[stage]);
+            this->make_weights(scores, pairs, stage, shared.step[stage].masked, shift);
             hand_on(scores);
             arrive_warp(&shared.q_empty[stage]);
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);
