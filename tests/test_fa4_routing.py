@@ -102,8 +102,8 @@ def test_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route.reservation("fa4") is None
     monkeypatch.setattr(fa4, "architecture", lambda device: 90)
     assert Fa4Backend().reservations(FACTS) == []
-    (general,) = Fa4Backend().reservations(replace(FACTS, score_steps=None))
-    assert "general score mod" in general
+    assert "not been timed" in str(Fa4Backend().behind_stock(replace(FACTS, score_steps=None)))
+    assert Fa4Backend().behind_stock(FACTS) is None
     (dims,) = Fa4Backend().reservations(replace(FACTS, head_dim=32, v_head_dim=32))
     assert "32 and 32" in dims
     monkeypatch.setattr(fa4, "architecture", lambda device: 103)

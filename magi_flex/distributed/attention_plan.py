@@ -268,48 +268,21 @@ class Lane:
     def start(self, begin: Callable[[], GroupWork], inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begins and queues all that follows; the result waits (on a GPU: lets the current stream wait) and gives the
         tensors."""
-        if self.stream is None:
+        stream = self.stream
+        if stream is None:
             return begin().wait
-        (work,) = self._begin([begin])
-        done = self._finish(work)  # what is begun after this is not waited for
-        self._keep(inputs)
-        return lambda: self._wait(work, done)
-
-    def start_all(
-        self, begins: Sequence[Callable[[], GroupWork]], inputs: Sequence[Tensor]
-    ) -> list[Callable[[], list[Tensor]]]:
-        """As :meth:`start`, of several that are begun before anything else is started: no kernel of compute takes the
-        multiprocessors of the later ones.  What follows their arrival is queued when they are waited for, so that the
-        first one is not held up by the processor's work on the others."""
-        if self.stream is None:
-            return [work.wait for work in [begin() for begin in begins]]
-        works = self._begin(begins)
-        for work in works:
-            work.advance()
-        self._keep(inputs)
-        return [lambda work=work: self._wait(work, self._finish(work)) for work in works]  # type: ignore[misc]
-
-    def _begin(self, begins: Sequence[Callable[[], GroupWork]]) -> list[GroupWork]:
-        assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            return [begin() for begin in begins]
-
-    def _finish(self, work: GroupWork) -> torch.cuda.Event:
-        assert self.stream is not None
-        with torch.cuda.stream(self.stream):
-            work.wait()
-            return self.stream.record_event()
-
-    def _keep(self, inputs: Sequence[Tensor]) -> None:
-        """Their memory is not used again before the stream is done with it."""
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            tensors = begin().wait()
+            done = stream.record_event()  # what is begun after this is not waited for
         for x in inputs:
-            x.record_stream(self.stream)
+            x.record_stream(stream)
 
-    def _wait(self, work: GroupWork, done: torch.cuda.Event) -> list[Tensor]:
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(done)
-        tensors = work.wait()
-        for x in tensors:
-            x.record_stream(current)
-        return tensors
+        def wait() -> list[Tensor]:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
+            for x in tensors:
+                x.record_stream(current)
+            return tensors
+
+        return wait

@@ -140,7 +140,13 @@ class GroupedAttention(SharedAttention):
         own = [[x[:, group.key].movedim(2, 0) for x in (k_BGKD, v_BGKE)] for group in groups]
         every = [[x.new_empty((self._joined.keys.shape[0], *x.shape[1:])) for x in rows] for rows in own]
         casts = [self._cast(*of_group) for of_group in zip(groups, own, every, strict=True)]
-        arriving = self._lane(k_BGKD).start_all(casts, [k_BGKD, v_BGKE, *(x for keys in every for x in keys)])
+        if len(self._joined.hops) == 1 and self._joined.hops[0].native is None:
+            # All-to-alls run beside the current stream by themselves.  They begin before any attention, whose kernels
+            # hold their multiprocessors to the end; what follows an arrival comes where it is waited for.
+            arriving = [work.wait for work in [cast() for cast in casts]]
+        else:
+            lane, used = self._lane(k_BGKD), [k_BGKD, v_BGKE, *(x for keys in every for x in keys)]
+            arriving = [lane.start(cast, used) for cast in casts]
         for group, rows, keys, arrived in zip(groups, own, every, arriving, strict=True):
             copy_rows(rows, keys, target_index=self._joined.own)
             arrived()
