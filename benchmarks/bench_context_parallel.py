@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.bench_ffa import bounds
 from benchmarks.context_parallel_sides import Problem, Side, all_gather, computing_only, ours, ring, stock
 from benchmarks.harness import RESULTS, Row, Timing, attention_tflops, leave, table, time_once, write_results
+from benchmarks.workloads import bounds
 from magi_flex.distributed import ContextParallel, Timeline
 from magi_flex.distributed.cost_model import Shape
 from magi_flex.distributed.timeline import Span, chrome_trace

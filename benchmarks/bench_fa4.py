@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.bench_ffa import MASKS, Work, bounds
-from benchmarks.harness import RESULTS, Row, attention_tflops, leave, table, write_results
-from benchmarks.workloads import document_lengths
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, leave, table, write_results
+from benchmarks.workloads import MASKS, bounds, document_lengths
 from inductor_lowering.to_intervals import plan_from_mask_mod
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
@@ -126,41 +125,64 @@ def unmasked(plan: MaskPlan, arch: int, dims: tuple[int, int], group: int) -> tu
     return masks[0], masks[1]
 
 
+def forward_alone(
+    mask: KernelMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, as_bits: bool = False
+) -> Side:
+    """The forward kernel; tensors are ``[1, rows, heads, dim]``, lse ``[1, heads, rows]``."""
+    interface = fa4.package().interface
+    given = _packed(mask, q, k, v, out, lse)
+
+    def work() -> None:
+        q, k, v, out, lse = given
+        interface._flash_attn_fwd(
+            q, k, v, out=out, lse=lse, return_lse=True, softmax_scale=q.shape[-1] ** -0.5, **arguments
+        )  # fmt: skip
+
+    arguments = _arguments(mask, q, False, as_bits)
+    order = tracing_order(mask, fa4.architecture(q.device)) if as_bits else None
+    return _launched(work, (interface._flash_attn_fwd,), given, order)
+
+
+def backward_alone(
+    mask: KernelMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, as_bits: bool = False
+) -> Side:
+    """The backward kernels; tensors as for :func:`forward_alone`, which has made out and lse."""
+    interface = fa4.package().interface
+    given = _packed(mask, q, k, v, out, d_out, *(torch.empty_like(x) for x in (q, k, v)), lse)
+
+    def work() -> None:
+        q, k, v, out, d_out, dq, dk, dv, lse = given
+        interface._flash_attn_bwd(
+            q, k, v, out, d_out, lse, softmax_scale=q.shape[-1] ** -0.5, dq=dq, dk=dk, dv=dv, **arguments
+        )  # fmt: skip
+
+    arguments = _arguments(mask, q, True, as_bits)
+    functions = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
+    return _launched(work, functions, given, None)
+
+
+def _packed(mask: KernelMask, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x[0] for x in tensors) if mask.documents is not None else tensors
+
+
+def _arguments(mask: KernelMask, q: Tensor, backward: bool, as_bits: bool) -> dict[str, Any]:
+    of_mask = mask_arguments(mask, fa4.architecture(q.device), backward, as_bits)
+    return of_mask | score_arguments(mask, None, q.transpose(1, 2), backward)
+
+
+def _launched(work: Work, looked_up_in: tuple[Any, ...], given: tuple[Tensor, ...], tracing: Any) -> Side:
+    launch = watched(work, looked_up_in, given, tracing)
+    assert launch is not None
+    return Side(functools.partial(launch, *given), work)
+
+
 def alone(
     masks: tuple[KernelMask, KernelMask], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, as_bits: bool = False
 ) -> tuple[Side, Side]:
     """The kernels, forward and backward; tensors are ``[1, rows, heads, dim]``."""
-    interface, arch = fa4.package().interface, fa4.architecture(q.device)
-    scale = q.shape[3] ** -0.5
-    packed = masks[0].documents is not None
-    of_mask = [
-        mask_arguments(mask, arch, backward, as_bits) | score_arguments(mask, None, q.transpose(1, 2), backward)
-        for backward, mask in enumerate(masks)
-    ]
-    out = torch.empty_like(d_out)
-    lse = torch.empty(1, q.shape[2], q.shape[1], device=q.device)
-    q, k, v, out, d_out, lse = (x[0] if packed else x for x in (q, k, v, out, d_out, lse))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-
-    def forward() -> None:
-        interface._flash_attn_fwd(q, k, v, out=out, lse=lse, return_lse=True, softmax_scale=scale, **of_mask[0])
-
-    def backward() -> None:
-        interface._flash_attn_bwd(
-            q, k, v, out, d_out, lse, softmax_scale=scale, dq=dq, dk=dk, dv=dv, **of_mask[1]
-        )  # fmt: skip
-
-    sides = []
-    functions = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
-    order = tracing_order(masks[0], arch) if as_bits else None
-    for work, looked_up_in, given, tracing in (
-        (forward, (interface._flash_attn_fwd,), (q, k, v, out, lse), order),
-        (backward, functions, (q, k, v, out, d_out, dq, dk, dv, lse), None),
-    ):
-        launch = watched(work, looked_up_in, given, tracing)
-        assert launch is not None
-        sides.append(Side(functools.partial(launch, *given), work))
-    return sides[0], sides[1]
+    out, lse = torch.empty_like(d_out), torch.empty(1, q.shape[2], q.shape[1], device=q.device)
+    forward = forward_alone(masks[0], q, k, v, out, lse, as_bits)
+    return forward, backward_alone(masks[1], q, k, v, out, d_out, lse, as_bits)
 
 
 def backend(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Side, Side]:

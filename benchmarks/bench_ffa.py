@@ -2,49 +2,30 @@
 
     python -m benchmarks.bench_ffa [--lengths 2048,8192,32768] [--masks full,causal,...] [--dims 128:128,64:64]
 
-Needs a Hopper GPU.  Rates count the mask's exact area.  Everybody's time is that of a launch on ready inputs (plans are
-made before); the sides take turns, and the figure is the median over the rounds.
+Needs a Hopper GPU.  FlashAttention-4 is there twice: by its own flags ("fa4"), where it has any for the mask, and with
+a mask_mod that is called score by score and block lists ("fa4_mask_mod").  Rates count the mask's exact area.
+Everybody's time is that of a launch on ready inputs (plans are made before); the sides take turns, and the figure is
+the median over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import document_lengths
+from benchmarks.bench_fa4 import elements, flags, forward_alone
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
+from benchmarks.workloads import MASKS, bounds
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.fa4 import Fa4Backend, architecture
 from magi_flex.kernels.ffa import forward_instance, forward_schedule
 from magi_flex.kernels.ffa_forward import ForwardLaunch
+from magi_flex.kernels.tile_plans import has_room
 from magi_flex.mask_plan import MaskPlan
-
-WINDOW, BLOCK = 1024, 2048
-MASKS = ("full", "causal", "varlen_full", "varlen_causal", "sw_causal", "varlen_block_causal")
-Work = Callable[[], object]
-
-
-def bounds(mask: str, length: int) -> tuple[Tensor, Tensor]:
-    """First key and end key of each row, int32 ``[length]``."""
-    row = torch.arange(length)
-    lengths = torch.tensor(document_lengths(length))
-    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    end = lengths.cumsum(0)[document]
-    begin = end - lengths[document]
-    zero = torch.zeros_like(row)
-    lo, hi = {
-        "full": (zero, zero + length),
-        "causal": (zero, row + 1),
-        "varlen_full": (begin, end),
-        "varlen_causal": (begin, row + 1),
-        "sw_causal": ((row - WINDOW + 1).clamp(min=0), row + 1),
-        "varlen_block_causal": (begin, torch.minimum(begin + ((row - begin) // BLOCK + 1) * BLOCK, end)),
-    }[mask]
-    return lo.int(), hi.int()
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Work | None:
@@ -60,26 +41,14 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Work | None:
     return work
 
 
-def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Work | None:
-    try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-    except ImportError:
-        return None
-    by_row = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    if mask in ("full", "causal"):
-        return lambda: flash_attn_func(*by_row, causal=mask == "causal")
-    if mask == "sw_causal":
-        return lambda: flash_attn_func(*by_row, window_size=(WINDOW - 1, 0))
-    if mask == "varlen_block_causal":
-        return None
-    lengths = document_lengths(q.shape[2])
-    ptr = torch.tensor([0, *lengths]).cumsum(0).int().to(q.device)
-    packed = [x[0] for x in by_row]
-    most = max(lengths)
-    return lambda: flash_attn_varlen_func(
-        *packed, cu_seqlens_q=ptr, cu_seqlens_k=ptr, max_seqlen_q=most, max_seqlen_k=most,
-        causal=mask == "varlen_causal",
-    )  # fmt: skip
+def flash_attention_4(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Work]:
+    """The package's forward alone, by its own flags and with a mask_mod; tensors are ``[1, rows, heads, dim]``."""
+    if Fa4Backend().missing(q.device) is not None:
+        return {}
+    _, rows, heads, _ = q.shape
+    out, lse = q.new_empty(1, rows, heads, v.shape[3]), torch.empty(1, heads, rows, device=q.device)
+    masks = {"fa4_mask_mod": elements(plan, architecture(q.device)), "fa4": flags(plan)}
+    return {name: forward_alone(pair[0], q, k, v, out, lse).work for name, pair in masks.items() if pair is not None}
 
 
 def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, int], rounds: int) -> Row:
@@ -93,8 +62,9 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, 
     plan = MaskPlan(RowIntervals(lo, hi, length))
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     instance = forward_instance(
-        q.dtype, head_dim, v_dim, heads // kv_heads, 1, rows=heads * length, multiprocessors=sms
-    )
+        q.dtype, head_dim, v_dim, heads // kv_heads, 1,
+        rows=heads * length, multiprocessors=sms, counted=has_room(plan),
+    )  # fmt: skip
     schedule = forward_schedule(plan, instance)
     out = torch.empty(1, heads, length, v_dim, **kind)
     lse = torch.empty(1, heads, length, device="cuda")
@@ -102,7 +72,7 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, 
     sides: dict[str, Work | None] = {
         "ffa": lambda: launch(q, k, v, out, lse, None),
         "cudnn": cudnn(q, k, v, mask),
-        "fa4": flash_attention_4(q, k, v, mask),
+        **flash_attention_4(plan, *(x.transpose(1, 2).contiguous() for x in (q, k, v))),
     }
     # Many short launches in one measurement, so that nobody waits for the host.
     repeat = max(1, 8192 // length) ** 2

@@ -7,8 +7,8 @@ Needs a Hopper GPU.  Rates count the mask's exact area and 2.5 times the forward
 from ready inputs to the three gradients (plans are made before).  The sides take turns, and the figure is the median
 over the rounds.  ``--split`` adds sides with a given number of query heads a work item ("ffa2"), for the cost model;
 ``--deterministic`` one with a fixed order of sums ("ffa_fixed"), ``--softcap`` one with that score mod.  ``--many``
-adds 1,000 causal documents and some 50,000 intervals of shared prefixes in 128K tokens, each beside one causal triangle
-of the same area.
+adds 1,000 causal documents and some 50,000 intervals of shared prefixes in 128K tokens, forward and backward, each
+beside one causal triangle of the same area.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.bench_ffa import MASKS, WINDOW, Work, bounds, cudnn, flash_attention_4
-from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import many_documents, shared_prefixes
+from benchmarks.bench_fa4 import alone, elements, flags
+from benchmarks.bench_ffa import cudnn
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
+from benchmarks.workloads import MASKS, WINDOW, bounds, many_documents, shared_prefixes
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.fa4 import Fa4Backend, architecture
 from magi_flex.kernels.ffa import FfaBackend, backward_instance, forward_schedule, gradient_q_instance
 from magi_flex.kernels.ffa_backward import GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
@@ -54,6 +56,14 @@ def gradients_of(work: Work | None, inputs: list[Tensor], d_out: Tensor) -> Work
         print(f"left out: {error}")
         return None
     return backward
+
+
+def flash_attention_4(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> dict[str, Work]:
+    """The package's backward alone, by its own flags and with a mask_mod; tensors are ``[1, rows, heads, dim]``."""
+    if Fa4Backend().missing(q.device) is not None:
+        return {}
+    masks = {"fa4_mask_mod": elements(plan, architecture(q.device)), "fa4": flags(plan)}
+    return {name: alone(pair, q, k, v, d_out)[1].work for name, pair in masks.items() if pair is not None}
 
 
 def measure(
@@ -97,9 +107,7 @@ def measure(
         return lambda: FfaBackend().backward(request, given.out, given.lse, d_out, None)
 
     chosen = plan_backward(plan, instance.rows, instance.keys, 1, heads, kv_heads, sms)
-    # Rows before heads, as flash-attention wants them; cuDNN takes any order.
-    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-    by_head = [x.transpose(1, 2) for x in leaves]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sides: dict[str, Work | None] = {"ffa": whole(False, ScoreProgram())}
     for split in splits:
         sides[f"ffa{split}"] = ffa(make_backward_schedule(chosen.plan, 1, split))
@@ -107,9 +115,9 @@ def measure(
         sides["ffa_fixed"] = whole(True, ScoreProgram())
     if "softcap" in variants:
         sides["ffa_softcap"] = whole(False, ScoreProgram(steps=(Softcap(30.0),)))
-    for name, other in (("cudnn", cudnn), ("fa4", flash_attention_4)):
-        sides[name] = gradients_of(other(by_head[0], by_head[1], by_head[2], mask), leaves, d_out)
-    repeat = max(1, 4096 // length) ** 2  # short launches: nobody waits for the host
+    sides["cudnn"] = gradients_of(cudnn(leaves[0], leaves[1], leaves[2], mask), leaves, d_out)
+    sides |= flash_attention_4(plan, *(x.transpose(1, 2).contiguous() for x in (q, k, v, d_out)))
+    repeat = max(1, 8192 // length) ** 2  # short launches: nobody waits for the host
 
     def several(work: Work) -> Work:
         return lambda: [work() for _ in range(repeat)]
@@ -126,13 +134,13 @@ def measure(
     )  # fmt: skip
 
 
-def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, rounds: int) -> Row:
-    """Very many intervals beside one causal triangle of the same area."""
+def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, rounds: int) -> list[Row]:
+    """Very many intervals beside one causal triangle of the same area, forward and backward."""
     head_dim, plans = 128, [MaskPlan(RowIntervals(rows.starts.cuda(), rows.ends.cuda(), rows.kv_len))]
     triangle = math.isqrt(2 * plans[0].area())
     lo, hi = (x.cuda().view(1, 1, 1, triangle) for x in bounds("causal", triangle))
     plans.append(MaskPlan(RowIntervals(lo, hi, triangle)))
-    works: list[Work] = []
+    works: dict[str, list[Work]] = {"fwd": [], "bwd": []}
     for plan in plans:
         q, d_out, k, v = (
             torch.randn(1, n, plan.q_len, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -140,16 +148,32 @@ def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, round
         )
         request = AttentionRequest(q, k, v, plan, head_dim**-0.5)
         given = FfaBackend().forward(request)
-        works.append(functools.partial(FfaBackend().backward, request, given.out, given.lse, d_out, None))
-    timings = interleave(dict(zip(("ffa", "triangle"), works, strict=True)), repeats=rounds, device="cuda")
-    rate = {
-        side: attention_tflops(plan.area(), heads, head_dim, head_dim, "bwd", timings[side].median_ms)
-        for side, plan in zip(("ffa", "triangle"), plans, strict=True)
-    }
-    return Row(
-        "attention", "ffa", name, plans[0].q_len, f"{heads}:{kv_heads}", head_dim, "bfloat16", "bwd",
-        timings["ffa"].median_ms, rate["ffa"], {"triangle": rate["triangle"]}, {"triangle_rows": triangle},
-    )  # fmt: skip
+        works["fwd"].append(functools.partial(FfaBackend().forward, request))
+        works["bwd"].append(functools.partial(FfaBackend().backward, request, given.out, given.lse, d_out, None))
+    found = []
+    for direction, pair in works.items():
+        timings = interleave(dict(zip(("ffa", "triangle"), pair, strict=True)), repeats=rounds, device="cuda")
+        rate = {
+            side: attention_tflops(plan.area(), heads, head_dim, head_dim, direction, timings[side].median_ms)
+            for side, plan in zip(("ffa", "triangle"), plans, strict=True)
+        }
+        found.append(
+            Row(
+                "attention",
+                "ffa",
+                name,
+                plans[0].q_len,
+                f"{heads}:{kv_heads}",
+                head_dim,
+                "bfloat16",
+                direction,
+                timings["ffa"].median_ms,
+                rate["ffa"],
+                {"triangle": rate["triangle"]},
+                {"triangle_rows": triangle},
+            )  # fmt: skip
+        )
+    return found
 
 
 def main() -> None:
@@ -182,8 +206,8 @@ def main() -> None:
         tokens = 128 << 10
         cases = {"many_documents": many_documents(tokens, 1000), "many_prefixes": shared_prefixes(tokens, 512, 112, 4)}
         for name, intervals in cases.items():
-            rows.append(measure_many(name, intervals, heads, kv_heads, args.rounds))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            rows += measure_many(name, intervals, heads, kv_heads, args.rounds)
+            print(*table(rows[-2:]).splitlines()[1:], sep="\n", flush=True)
     print(table(rows))
     print("written:", write_results("ffa_backward", rows, args.directory))
 

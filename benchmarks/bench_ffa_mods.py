@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.bench_ffa import bounds
 from benchmarks.bench_ffa_backward import gradients_of
 from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import document_lengths
+from benchmarks.workloads import bounds, document_lengths
 from inductor_lowering.tile_program import joint_program, score_program
 from inductor_lowering.torch_compat import item_access_as_index
 from magi_flex import mods

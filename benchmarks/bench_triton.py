@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from benchmarks.bench_ffa import BLOCK, MASKS, WINDOW, Work, bounds
 from benchmarks.bench_ffa_backward import gradients_of
-from benchmarks.harness import RESULTS, Row, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import document_lengths
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
+from benchmarks.workloads import BLOCK, MASKS, WINDOW, bounds, document_lengths
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.kernels.triton_backend import TritonBackend

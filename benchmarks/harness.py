@@ -25,6 +25,7 @@ import torch
 from magi_flex.cli import PASSED_OVER
 
 RESULTS = Path(__file__).parent / "results"
+Work = Callable[[], object]
 
 
 @dataclass

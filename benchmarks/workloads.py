@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
 
 from magi_flex.distributed.workloads import LONG_CONTEXT_CORPUS
 from magi_flex.intervals import RowIntervals
+
+WINDOW, BLOCK = 1024, 2048
+MASKS = ("full", "causal", "varlen_full", "varlen_causal", "sw_causal", "varlen_block_causal")
 
 
 def document_lengths(tokens: int, seed: int = 0) -> list[int]:
@@ -32,6 +36,25 @@ def document_lengths(tokens: int, seed: int = 0) -> list[int]:
         lengths.append(length)
         left -= length
     return lengths
+
+
+def bounds(mask: str, length: int) -> tuple[Tensor, Tensor]:
+    """First key and end key of each row, int32 ``[length]``."""
+    row = torch.arange(length)
+    lengths = torch.tensor(document_lengths(length))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    end = lengths.cumsum(0)[document]
+    begin = end - lengths[document]
+    zero = torch.zeros_like(row)
+    lo, hi = {
+        "full": (zero, zero + length),
+        "causal": (zero, row + 1),
+        "varlen_full": (begin, end),
+        "varlen_causal": (begin, row + 1),
+        "sw_causal": ((row - WINDOW + 1).clamp(min=0), row + 1),
+        "varlen_block_causal": (begin, torch.minimum(begin + ((row - begin) // BLOCK + 1) * BLOCK, end)),
+    }[mask]
+    return lo.int(), hi.int()
 
 
 def many_documents(tokens: int, documents: int) -> RowIntervals:

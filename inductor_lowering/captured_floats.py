@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos}
+_MOST_KINDS = 32  # of calls, whose gradients' graphs a mod keeps
 _MARK = "magi_flex_serves"  # in the graph's meta: Dynamo traced it while our kernels took the calls
 
 _higher_order = sys.modules["torch._higher_order_ops.flex_attention"]  # the package's attribute is the operator
@@ -36,12 +37,14 @@ def install(serving: Callable[[], bool]) -> None:
             known, kind = _joint_graphs.setdefault(score_mod, {}), _kind_of_call(index_values, other_buffers)
             score_mod = floats_as_tensors(score_mod)
         try:
-            if kind not in known:
+            joint = known.get(kind)
+            if joint is None:
                 joint = _stock_create_fw_bw_graph(score_mod, index_values, other_buffers)[1]
-                if kind is None:
-                    return score_mod, joint
-                known[kind] = joint
-            return score_mod, known[kind]
+                if kind is not None:
+                    if len(known) >= _MOST_KINDS:
+                        known.clear()
+                    known[kind] = joint
+            return score_mod, joint
         except PendingUnbackedSymbolNotFound as error:
             raise RuntimeError(
                 "score_mod: does more with a captured Python float that changes between calls than arithmetic; capture "

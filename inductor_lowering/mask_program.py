@@ -24,6 +24,7 @@ from magi_flex.fx_program import PYTHON_FUNCTIONS, FxProgram, references
 
 AXES = "bhqk"
 _aten = torch.ops.aten
+_MOST_KINDS = 64  # of captures, shapes and numbers, for which a program remembers its calls
 
 # New tensors of a constant value: only the shape and dtype of the tensor argument matter.
 _CREATION = {
@@ -179,7 +180,11 @@ class MaskProgram:
         kinds = [(c.dtype, c.shape) if isinstance(c, Tensor) else c for c in self.captures]
         if any(isinstance(x, torch.SymInt) for x in kinds):
             return {}
-        return program.memo.setdefault(("calls", self.device, *kinds), {})
+        known = program.memo.setdefault("calls", {})
+        key = (self.device, *kinds)
+        if key not in known and len(known) >= _MOST_KINDS:
+            known.clear()
+        return known.setdefault(key, {})
 
     def _literal(self, value: Any, dtype: torch.dtype) -> Tensor:
         """Numbers are written by the device itself, so that nothing has to be copied to it."""

@@ -9,13 +9,15 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+T = TypeVar("T")
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
 _DETACH_IN_PLACE = torch.ops.aten.detach_.default  # how tracing leaves torch.tensor(number); it writes nothing
@@ -182,7 +184,7 @@ class FxProgram:
                 if (number, device) not in self._literals:
                     data = torch.tensor(decode(step[1]), dtype=getattr(torch, step[2]), device="cpu")
                     self._literals[number, device] = constant_on(device, data)
-                values.append(self._literals[number, device])
+                values.append(kept_for_graphs(device, self._literals[number, device]))
             elif kind == "sum":
                 values.append(keep(decode(step[1])).sum())
             elif step[1] == "flex_lib::zeros_and_scatter":
@@ -199,17 +201,38 @@ class FxProgram:
 
 
 def constant_on(device: torch.device, data: Tensor) -> Tensor:
-    """A copy of ``data``, which lies on the CPU.
+    """A copy of ``data``, which lies on the CPU, for as long as anybody keeps it.
 
     Raises RuntimeError while a CUDA graph is captured, which could not hold the copy.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        with torch.inference_mode(False):
+            return data.to(device)
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "score_mod, mask_mod: a constant tensor has to be copied to the GPU, which a CUDA graph cannot hold; run "
             "the same call once before the graph is captured"
         )
-    with torch.inference_mode(False):
-        return data.to(device)
+    stream = torch.cuda.current_stream(device)
+
+    def copy() -> Tensor:
+        with torch.cuda.stream(stream):
+            return data.to(device)
+
+    # A thread that warms up a CUDA graph allocates in the graph's pool, where nothing may be kept; others do not.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copy).result()
+
+
+_of_graphs: dict[int, object] = {}
+
+
+def kept_for_graphs(device: torch.device, constant: T) -> T:
+    """``constant`` itself, tensors on ``device``: kept for ever if a CUDA graph that is being captured reads them, as
+    it has their addresses and may be replayed at any time."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _of_graphs[id(constant)] = constant
+    return constant
 
 
 def _index(source: Tensor, indices: list[Tensor], attended: Tensor | None) -> Tensor:

@@ -116,6 +116,16 @@ def test_gradients_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts[4] < counts[5] < counts[6] == counts[-1]
 
 
+def test_graphs_of_gradients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured number may be another one in every call."""
+    monkeypatch.setattr(captured_floats, "_stock_create_fw_bw_graph", lambda mod, *args: (mod, str(args)))
+    mod = torch.fx.symbolic_trace(lambda score, number: score * number)
+    with magi_flex.enable():
+        create = captured_floats._higher_order.create_fw_bw_graph
+        given = {create(mod, [torch.zeros(())], [number])[1] for number in range(100)}
+    assert len(given) == 100 and 1 < len(captured_floats._joint_graphs[mod]) <= captured_floats._MOST_KINDS
+
+
 def bind(value: int) -> Any:
     return lambda s, b, h, q, k: s * value / 4 + (q - k) * (value // 2) / 100
 

@@ -13,6 +13,7 @@ from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import (
     band_steps,
     choose_heads,
+    heads_unseen,
     make_backward_schedule,
     plan_backward,
     tile_steps,
@@ -33,6 +34,7 @@ ROWS, KEYS = 64, 128
     [
         BackwardInstance(torch.bfloat16, 128, 128),
         BackwardInstance(torch.bfloat16, 128, 128, 80),
+        BackwardInstance(torch.bfloat16, 192, 128, 48),
         BackwardInstance(torch.bfloat16, 256, 256, 64, 64, False),
         BackwardInstance(torch.float16, 128, 128, wide=True, wide_out=True),
         BackwardInstance(torch.float16, 64, 64, 128),
@@ -44,9 +46,11 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
     assert cubin.spill_bytes == 0
     assert cubin.warnings == []
     found = instructions(cubin.code, "ffa_backward")
-    scores, rows, keys = instance.head_dim // 16, instance.rows // 16, KEYS // 16
-    # S, dP, dV, dQ, dK; the kernel of wide heads has a first S before its loop.
-    assert found[HGMMA] == 2 * scores + rows + (keys if instance.sum_dq else scores) + rows
+    scores, rows = instance.head_dim // 16, instance.rows // 16
+    # dQ of one panel of 64 columns, or of a panel and half of another; the kernel of wide heads has a first S instead,
+    # before its loop.
+    dq = -(-instance.head_dim // 128) * KEYS // 16 if instance.sum_dq else scores
+    assert found[HGMMA] == scores + instance.v_dim // 16 + rows + dq + rows
     assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
 
 
@@ -107,6 +111,7 @@ def test_heads_of_an_item() -> None:
     assert choose_heads(causal_2k, 64, 1, 132) == 1
     assert choose_heads(causal_2k[:0], 64, 8, 132) == 8
     assert 6 % choose_heads(causal_2k, 12, 6, 132) == 0
+    assert [heads_unseen(tiles, 64, 8, 132) for tiles in (5, 17, 67, 261)] == [1, 2, 8, 4]
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (300, 0), (70, 90), (None, 17)])

@@ -80,7 +80,13 @@ def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_within_factor(result.max_score, rounded.max_score, exact.max_score, floor=1e-5)
 
 
+def always_sum_dq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows have few keys."""
+    monkeypatch.setattr(ffa, "_FEW_KEYS", dict.fromkeys(ffa._FEW_KEYS, 0))
+
+
 def test_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_sum_dq(monkeypatch)
     for seed, (plan, (q_len, kv_len), dim) in enumerate(((causal, (127, 257), 64), (scattered, (150, 131), 128))):
         emulator.install(monkeypatch, seed)
         q, k, v, d_out = inputs(q_len, kv_len, dim, dim, torch.bfloat16)
@@ -108,6 +114,7 @@ def test_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128)], ids=str)
 def test_wide_heads(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    always_sum_dq(monkeypatch)
     for seed, (plan, (q_len, kv_len)) in enumerate(((causal, (65, 129)), (scattered, (70, 131)))):
         emulator.install(monkeypatch, seed)
         q, k, v, d_out = inputs(q_len, kv_len, *dims, torch.bfloat16)
@@ -235,6 +242,7 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # The host does not look at such a plan: a flag on the device says which kernels make dq, and all are launched.
     for most_keys in (0, kv_len):
         monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys})
+        request = replace(request, plan=MaskPlan(RowIntervals.from_dense(torch.cat(masks))))
         assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
         check_backward(request, d_out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from magi_flex import mods
 from magi_flex.fx_program import FxProgram
+from magi_flex.kernels import score_distance
 from magi_flex.kernels.ffa_generated_score import generated_score
 from magi_flex.kernels.score_distance import (
     PADDING,
@@ -131,6 +133,27 @@ def test_constants_are_no_part_of_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run the same call once before the graph is captured"):
         program.run([torch.zeros(())] * 5, torch.device("cuda"))
+
+
+def test_what_a_cuda_graph_reads_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds addresses: tables of other lengths must not push out what it reads."""
+    gpu, capturing = torch.device("cuda", 0), [False]
+    monkeypatch.setattr(score_distance, "constant_on", lambda device, data: data)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    function = function_of_distance(*last_of_distance(lambda s, b, h, q, k: s + (q - k - 3).float()))
+
+    def find(length: int) -> list[weakref.ref[Tensor]]:
+        lengths = Lengths(2, length, length)
+        read = gather((None, function), (2, 90), lengths, 0, 1, gpu)
+        return [weakref.ref(x) for x in (by_distance(function, lengths, gpu), *read.indices)]
+
+    before, in_graph = find(1), find(2)
+    capturing[0] = True
+    assert [x() for x in find(2)] == [x() for x in in_graph]
+    capturing[0] = False
+    for length in range(3, 40):
+        find(length)
+    assert all(x() is None for x in before) and not any(x() is None for x in in_graph)
 
 
 @settings(max_examples=40, deadline=None)

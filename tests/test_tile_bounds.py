@@ -16,6 +16,7 @@ from inductor_lowering.separate import separate
 from inductor_lowering.tile_bounds import TileBounds
 from inductor_lowering.to_intervals import plan_with_report
 from inductor_lowering.words import WordEvaluator
+from magi_flex import mods
 from tests.cases.masks import MaskCase
 from tests.random_masks import mask_cases
 
@@ -103,3 +104,17 @@ def test_tiles_that_are_known_are_not_evaluated(monkeypatch: pytest.MonkeyPatch)
     assert report.path == "stream" and evaluated < 0.3 * size * size
     q, k = torch.arange(size)[:, None], torch.arange(size)
     assert torch.equal(plan.to_dense()[0, 0], mask_mod(0, 0, q, k))
+
+
+def test_captures_of_many_shapes() -> None:
+    """What a program remembers of its calls does not grow with every length."""
+    program, _ = trace_mask_mod(document_mask_mod(1))
+    for length in range(1, 200):
+        _, captures = trace_mask_mod(document_mask_mod(length))
+        mask = MaskProgram(program, captures, 1, 1, length, length, "cpu")
+        assert mask.steps[mask.result].dtype == torch.bool
+    assert 1 < len(program.memo["calls"]) <= 64
+
+
+def document_mask_mod(length: int) -> mods.MaskMod:
+    return mods.document_causal(torch.arange(length))

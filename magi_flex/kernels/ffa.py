@@ -77,14 +77,16 @@ HEAD_DIMS = tuple(_TWO_WARPGROUPS)
 _BACKWARD = {
     (64, 64): (64, 128, True),
     (128, 128): (64, 128, True),
-    (192, 128): (64, 64, False),
+    (192, 128): (32, 128, True),
     (192, 192): (64, 64, False),
     (256, 256): (64, 64, False),
 }
 # Query rows of a step without a score mod, which leaves registers for longer ones.
-_LONG_STEPS = {(64, 64): 128, (128, 128): 80}
+_LONG_STEPS = {(64, 64): 128, (128, 128): 80, (192, 128): 48}
 # Keys that a row attends to on average, below which a kernel of its own for dq is faster than sums (docs/ffa.md).
-_FEW_KEYS = {(64, 64): 832, (128, 128): 832}
+_FEW_KEYS = {(64, 64): 704, (128, 128): 832, (192, 128): 832}
+# Items (a key tile, all heads of a group) that these take for each multiprocessor.
+_LEAST_ITEMS = 0.9
 # Of the gradient_q kernel: (keys of a tile, buffers of Q and dO, of K, of V).
 _GRADIENT_Q = {
     (64, 64): (128, 2, 3, 2),
@@ -353,7 +355,9 @@ def _backward_kernels(
 
     instance = instance_of(fixed_order)
     few: bool | Tensor = False
-    if instance.sum_dq and score is None and plan.bit_tiles is None:
+    items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
+    enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
+    if instance.sum_dq and score is None and plan.bit_tiles is None and enough:
         few = has_few_keys(plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
     if few is True:
         return kernels(instance_of(True), True)

@@ -21,7 +21,7 @@ ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
 # Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
 # converting the sums of a key tile whose dK and dV are summed in memory; what longest-first order leaves at the end, of
 # the longest item.
-_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 2.0, 5.0, 0.15
+_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 3.5, 5.0, 0.15
 # Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
 # heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads.
 _DRIFT = 0.1
@@ -124,8 +124,11 @@ def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> i
 
 def heads_unseen(tiles: int, copies: int, group: int, processors: int) -> int:
     """As :func:`choose_heads`, where the device must not be waited for: the most heads that leave each multiprocessor
-    about four items, so that longest-first order evens out what they differ by; else one."""
-    return next((h for h in range(group, 0, -1) if group % h == 0 and tiles * copies >= 3.75 * h * processors), 1)
+    about four items, so that longest-first order evens out what they differ by; half of them where that leaves sixteen
+    and more, against drift (docs/ffa.md); else one."""
+    share = tiles * copies / processors
+    heads = next((h for h in range(group, 0, -1) if group % h == 0 and share >= 3.75 * h), 1)
+    return heads // 2 if heads % 2 == 0 and share >= 15 * heads else heads
 
 
 def band_steps(band: Band, q_len: int, kv_len: int, rows: int, keys: int, align: int = ROW_GROUP) -> Tensor:

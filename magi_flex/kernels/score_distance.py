@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from magi_flex.fx_program import FxProgram, UnsupportedProgram, constant_on
+from magi_flex.fx_program import FxProgram, UnsupportedProgram, constant_on, kept_for_graphs
 from magi_flex.kernels.score_split import per_program, split_of
 
 # Kernels may ask for pairs this far outside of the lengths, which are masked.
@@ -119,9 +119,13 @@ def _by_distance(function: str, lengths: Lengths) -> Tensor:
     return values.expand(distance.shape).contiguous()
 
 
-@functools.lru_cache(maxsize=_KEPT)
 def by_distance(function: str, lengths: Lengths, device: torch.device) -> Tensor:
     """The values ``[D]`` of a function of the distance; outside of the lengths any."""
+    return kept_for_graphs(device, _table(function, lengths, device))
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _table(function: str, lengths: Lengths, device: torch.device) -> Tensor:
     return constant_on(device, _by_distance(function, lengths))
 
 
@@ -144,7 +148,6 @@ class Gather(NamedTuple):
         return found.masked_fill(self.outside, float("nan") if found.is_floating_point() else 0)
 
 
-@functools.lru_cache(maxsize=_KEPT)
 def gather(
     indices: tuple[str | int | None, ...],
     sizes: tuple[int, ...],
@@ -160,6 +163,18 @@ def gather(
         head_offset: what the mod sees is the head plus this.
         pack: heads that lie together, P; a divisor of their number.
     """
+    return kept_for_graphs(device, _gather(indices, sizes, lengths, head_offset, pack, device))
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _gather(
+    indices: tuple[str | int | None, ...],
+    sizes: tuple[int, ...],
+    lengths: Lengths,
+    head_offset: int,
+    pack: int,
+    device: torch.device,
+) -> Gather:
     by_head = None in indices
     found, outside = [], torch.zeros((), dtype=torch.bool, device="cpu")
     for index, size in zip(indices, sizes, strict=True):

@@ -172,6 +172,11 @@ inline void bulk_reduce_add_f32(float* global, const void* smem, uint32 bytes) {
         for (uint32 i = 0; i < bytes / 4; ++i) global[i] += from[i];
     });
 }
+inline void store_global_v4(void* global, uint32 x, uint32 y, uint32 z, uint32 w) {
+    if (reinterpret_cast<uint64>(global) % 16) throw std::runtime_error("a vector access that is not aligned");
+    const uint32 values[4] = {x, y, z, w};
+    std::memcpy(global, values, 16);
+}
 inline void reduce_add_global_v4(float* global, float x, float y, float z, float w) {
     if (reinterpret_cast<uint64>(global) % 16) throw std::runtime_error("a vector access that is not aligned");
     global[0] += x, global[1] += y, global[2] += z, global[3] += w;

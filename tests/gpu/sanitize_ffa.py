@@ -5,7 +5,8 @@
 
 Needs a Hopper GPU and compute-sanitizer (of the CUDA toolkit) on the path.  Every variant is forward and backward, in a
 process of its own for each tool; what a tool had to say is printed, and the exit status is 1 unless all found nothing.
-Results are compared with float64 as well, since kernels that run so slowly interleave otherwise than usual.
+Results are compared with float64 as well, since kernels that run so slowly interleave otherwise than usual.  For
+racecheck every lane of a warp arrives at barriers, instead of one on behalf of all (csrc/cuda/ffa/arrive.cuh).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ from torch import Tensor
 from benchmarks.harness import leave
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import FfaBackend
+from magi_flex.kernels.ffa_backward import BackwardInstance
+from magi_flex.kernels.ffa_forward import ForwardInstance
+from magi_flex.kernels.ffa_gradient_q import GradientQInstance
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram, Softcap
 from magi_flex.kernels.tile_plans import choose_builder
 from magi_flex.mask_plan import MaskPlan
@@ -128,11 +133,20 @@ def run(variant: Variant) -> None:
         assert error < 2e-2, f"{name}: relative error {error:.3g}"
 
 
+def let_every_lane_arrive() -> None:
+    """At barriers at which one lane of a warp does."""
+    kinds: tuple[Any, ...] = (ForwardInstance, BackwardInstance, GradientQInstance)
+    for kind in kinds:
+        defines = kind.defines
+        kind.defines = lambda self, defines=defines: defines(self) | {"FFA_EVERY_LANE_ARRIVES": True}
+
+
 def sanitize(tool: str, name: str, seconds: float, logs: Path | None) -> tuple[str, bool]:
     """What the tool says of a variant, in a line, and whether it is clean."""
     command = [
-        "compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=ffa_", "--error-exitcode", "3",
+        "compute-sanitizer", "--tool", tool, "--kernel-name", "kns=ffa_", "--error-exitcode", "3",
         sys.executable, "-m", "tests.gpu.sanitize_ffa", "--here", name,
+        *(["--every-lane-arrives"] if tool == "racecheck" else []),
     ]  # fmt: skip
     # Each tensor an allocation of its own, so that what is written behind one is seen.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -157,10 +171,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=100, help="the most that one may take")
     parser.add_argument("--logs", type=Path, help="folder for what the tools say")
     parser.add_argument("--here", choices=VARIANTS, help="run a variant in this process, without a tool")
+    parser.add_argument("--every-lane-arrives", action="store_true", help="with --here: at barriers")
     options = parser.parse_args()
     if not torch.cuda.is_available() or FfaBackend().missing(torch.device("cuda")):
         leave("needs a Hopper GPU")
     if options.here:
+        if options.every_lane_arrives:
+            let_every_lane_arrive()
         run(VARIANTS[options.here])
         return 0
     if shutil.which("compute-sanitizer") is None:

@@ -207,7 +207,7 @@ def test_labels_compute_nothing_if_not_wanted() -> None:
     """The kernels for labels that return, on a GPU: over results that are right, and over poison."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = 300
-    for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 64), (torch.float16, 256)):
+    for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 64), (torch.float16, 256), (torch.bfloat16, 32)):
         q, k, v, d_out = (
             torch.randn(2, heads, size, dim, generator=generator, device="cuda").to(dtype) for heads in (4, 2, 2, 4)
         )

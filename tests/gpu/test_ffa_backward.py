@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 
 import pytest
 import torch
 from torch import Tensor
 
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import ffa_backward
+from magi_flex.kernels import ffa, ffa_backward
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_backward import BackwardInstance, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import make_backward_schedule, plan_backward
@@ -24,6 +25,14 @@ from tests.cases.score_steps import step_programs, steps_mod
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
+
+
+@pytest.fixture(params=["as chosen", "sums"])
+def way_to_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the number of keys a row decides, and always by sums beside dk and dv."""
+    if request.param == "sums":
+        monkeypatch.setattr(ffa, "_FEW_KEYS", dict.fromkeys(ffa._FEW_KEYS, 0))
+
 
 LENGTHS = (1, 5, 127, 129, 257, 1025, 2046)
 Sizes = tuple[int, int, int, int, int, int, int]
@@ -76,6 +85,7 @@ def check(request: AttentionRequest, mask: Tensor, d_out: Tensor, d_lse: Tensor 
 
 
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.usefixtures("way_to_dq")
 def test_every_mask(name: str) -> None:
     for length in (129, 1025):
         case = make_mask(name, length)
@@ -88,6 +98,7 @@ def test_every_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.usefixtures("way_to_dq")
 def test_every_length(length: int) -> None:
     for name, other in itertools.product(("full", "causal", "document_causal", "sink_and_window"), (length, 333)):
         dense = make_mask(name, length, other).dense()
@@ -113,6 +124,7 @@ def test_every_length(length: int) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("way_to_dq")
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     dense = make_mask("prefix_lm_in_documents", 515).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
@@ -123,6 +135,7 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
 @pytest.mark.parametrize("name", ["full", "causal", "document_causal", "query_and_key_padding"])
+@pytest.mark.usefixtures("way_to_dq")
 def test_wide_heads(name: str, dims: tuple[int, int]) -> None:
     for length in (129, 1025):
         case = make_mask(name, length)
@@ -149,13 +162,13 @@ def test_fixed_order_of_sums(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_score_steps(head_dim: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_score_steps(dims: tuple[int, int], deterministic: bool) -> None:
     batch, kv_heads, group, q_len, kv_len = 2, 2, 4, 150, 291
     heads = kv_heads * group
     dense = make_mask("sink_and_window", q_len, kv_len).dense()
     plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
-    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim))
+    q, k, v, d_out = inputs((batch, heads, kv_heads, q_len, kv_len, *dims))
     for steps in step_programs(batch, heads, q_len, kv_len, "cuda").values():
         request = AttentionRequest(q, k, v, plan, 0.2, ScoreProgram(steps=steps), deterministic)
         exact, rounded = (
@@ -332,17 +345,54 @@ def test_forward_and_backward_agree() -> None:
         assert (getattr(result, name).double() - wanted).norm() < 1e-2 * wanted.norm()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_plans_built_on_the_device(deterministic: bool) -> None:
-    """Their arrays have room for more key tiles than there are; the kernel counts."""
+@pytest.fixture
+def device_plans() -> Generator[None]:
+    before = choose_builder("device")
+    yield
+    choose_builder(before)
+
+
+@pytest.mark.parametrize("way", ["sums", "two kernels", "fixed order"])
+def test_plans_built_on_the_device(way: str, device_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their arrays have room for more key tiles than there are; the kernel counts.  Which kernels make dq is known
+    there only."""
+    most_keys = {"sums": 0, "two kernels": 1025, "fixed order": 0}[way]
+    monkeypatch.setattr(ffa, "_FEW_KEYS", {(64, 64): most_keys, (128, 128): most_keys})
+    monkeypatch.setattr(ffa, "_LEAST_ITEMS", 0)
     length = 1025
-    for name in ("causal", "document_causal"):
+    for name, dim in (("causal", 128), ("document_causal", 128), ("document_causal", 64)):
         dense = make_mask(name, length).dense()
         plan = on_gpu(MaskPlan(RowIntervals.from_dense(dense)))
-        q, k, v, d_out = inputs((2, 16, 2, length, length, 128, 128))
-        before = choose_builder("device")
-        try:
-            assert has_room(plan)
-            check(AttentionRequest(q, k, v, plan, 0.1, deterministic=deterministic), dense.cuda(), d_out)
-        finally:
-            choose_builder(before)
+        q, k, v, d_out = inputs((2, 16, 2, length, length, dim, dim))
+        assert has_room(plan)
+        check(AttentionRequest(q, k, v, plan, 0.1, deterministic=way == "fixed order"), dense.cuda(), d_out)
+
+
+def test_few_keys_or_many_in_one_graph(device_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured call is replayed on other masks, which want other kernels for dq."""
+    monkeypatch.setattr(ffa, "_FEW_KEYS", {(128, 128): 100})
+    monkeypatch.setattr(ffa, "_LEAST_ITEMS", 0)
+    length = 700
+    masks = [make_mask(name, length).dense().cuda() for name in ("causal", "sliding_window")]
+    wanted = [RowIntervals.from_dense(mask) for mask in masks]
+    assert wanted[1].area() < 100 * length < wanted[0].area()
+    plan = MaskPlan(RowIntervals(wanted[0].starts.clone(), wanted[0].ends.clone(), length))
+    q, k, v, d_out = inputs((1, 16, 2, length, length, 128, 128))
+    request = AttentionRequest(q, k, v, plan, 0.1)
+    exact = [dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=mask, scale=0.1) for mask in masks]
+    out, lse = exact[0].out.to(q.dtype), exact[0].lse.float()
+    FfaBackend().backward(request, out, lse, d_out, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = FfaBackend().backward(request, out, lse, d_out, None)
+    for number in (1, 0, 1):
+        for target, source in (
+            (plan.starts, wanted[number].starts), (plan.ends, wanted[number].ends),
+            (out, exact[number].out), (lse, exact[number].lse),
+        ):  # fmt: skip
+            target.copy_(source)
+        graph.replay()
+        for name in ("dq", "dk", "dv"):
+            right = getattr(exact[number], name)
+            assert (getattr(result, name).double() - right).norm() < 1e-2 * right.norm()

@@ -30,22 +30,23 @@ template <class C> FFA_DEVICE void backward(const BackwardParams& params) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kKvStages; ++i) {
             ptx::mbarrier_init(&shared.kv_full[i], 1);
-            ptx::mbarrier_init(&shared.kv_empty[i], kConsumerWarps);
+            ptx::mbarrier_init(&shared.kv_empty[i], kConsumerArrivals);
         }
         shared.last_mask = 3;
-        ptx::mbarrier_init(&shared.mask_full, 1);
-        ptx::mbarrier_init(&shared.mask_empty, C::kKeys == 64 ? kConsumerWarps / 2 : kConsumerWarps);
+        ptx::mbarrier_init(&shared.mask_full, kWarpArrivals);
+        ptx::mbarrier_init(&shared.mask_empty, C::kKeys == 64 ? kConsumerArrivals / 2 : kConsumerArrivals);
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(&shared.step_full[i], 1);
             ptx::mbarrier_init(&shared.q_full[i], 1);
-            ptx::mbarrier_init(&shared.q_empty[i], kConsumerWarps + 1 + C::kSumDq);  // consumers, Masker, Summer
+            // Consumers, Masker, Summer.
+            ptx::mbarrier_init(&shared.q_empty[i], kConsumerArrivals + (1 + C::kSumDq) * kWarpArrivals);
             ptx::mbarrier_init(&shared.d_out_full[i], 1);
-            ptx::mbarrier_init(&shared.d_out_empty[i], kConsumerWarps);
+            ptx::mbarrier_init(&shared.d_out_empty[i], kConsumerArrivals);
         }
         if constexpr (C::kKeys == 64) {
             for (int i = 0; i < 2; ++i) {
-                ptx::mbarrier_init(&shared.weights_full[i], kConsumerWarps / 2);
-                ptx::mbarrier_init(&shared.weights_empty[i], kConsumerWarps / 2);
+                ptx::mbarrier_init(&shared.weights_full[i], kConsumerArrivals / 2);
+                ptx::mbarrier_init(&shared.weights_empty[i], kConsumerArrivals / 2);
             }
         }
         ptx::mbarrier_init_fence();

@@ -11,33 +11,45 @@ template <class C> struct Consumer : Fragment<C> {
     template <int kN, bool kStridedA, bool kStridedB>
     using Mma = typename Fragment<C>::template Mma<kN, kStridedA, kStridedB>;
     using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared, Fragment<C>::warp, Fragment<C>::lane;
-    using Fragment<C>::arrive_warp;
     static constexpr int kDq = C::kDqRows / 2;
+    // Where dK and dV leave few registers, dP is issued after the exponentials, P is kept as it is rounded for dV, and
+    // dQ is issued once dV is there.  A score mod needs the registers of dP as well.
+    static constexpr bool kRounded = C::kHeadDim + C::kVDim > 256 && Score::kCount == 0;
+    static constexpr bool kLate = kRounded || Score::kCount > 0;
 
     const int warpgroup = Fragment<C>::half;
     Ring<C::kStages> ring;
     int kv_stage = 0;
-    int ds_buffer = 0;
 
-    // dq[64 columns x kDqRows] = K^T dS^T
-    FFA_DEVICE void issue_dq(float (&dq)[kDq]) const {
-        const int panel = C::kPanels == 2 ? warpgroup : 0;
-        const int first_row = C::kPanels == 2 ? 0 : warpgroup * C::kDqRows;
+    // dq[64 columns x kN] = K^T dS^T, for one panel of columns and the rows first_row, ...
+    template <int kN> FFA_DEVICE void issue_dq_panel(float (&dq)[kN / 2], int panel, int first_row) const {
         const uint64 a = D::contraction_is_strided(shared.k[kv_stage][panel], C::kKeyPanelBytes);
-        const uint64 b = D::contraction_is_contiguous(shared.ds[ds_buffer][0][first_row]);
+        const uint64 b = D::contraction_is_contiguous(shared.ds[ring.stage][0][first_row]);
 #pragma unroll
         for (int step = 0; step < C::kKeys / 16; ++step) {
-            Mma<C::kDqRows, true, false>::ss(dq, D::advance(a, step * 16 * kPanelBytes),
-                                             D::advance(b, step / 4 * C::kRowPanelBytes + step % 4 * 32), step > 0);
+            Mma<kN, true, false>::ss(dq, D::advance(a, step * 16 * kPanelBytes),
+                                     D::advance(b, step / 4 * C::kRowPanelBytes + step % 4 * 32), step > 0);
+        }
+    }
+
+    // This warpgroup's part of dQ: first the panel of which it has all rows, see BackwardConfig.
+    FFA_DEVICE void issue_dq(float (&dq)[kDq]) const {
+        constexpr int kWhole = C::kWholeDqRows / 2, kHalf = C::kHalfDqRows / 2;
+        if constexpr (kWhole > 0) {
+            issue_dq_panel<C::kWholeDqRows>(reinterpret_cast<float(&)[kWhole]>(dq), warpgroup * (C::kPanels - 1), 0);
+        }
+        if constexpr (kHalf > 0) {
+            issue_dq_panel<C::kHalfDqRows>(reinterpret_cast<float(&)[kHalf]>(dq[kWhole]), C::kPanels / 2,
+                                           warpgroup * C::kHalfDqRows);
         }
         ptx::wgmma_commit();
     }
 
-    // dS into shared memory, keys contiguous.
+    // dS into shared memory, keys contiguous; other warps' products may still read that of the step before.
     FFA_DEVICE void store_ds(const uint32 (&ds)[kScores / 2]) const {
         const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
         const uint32 address =
-            ptx::smem_address(shared.ds[ds_buffer][warpgroup]) + row * kPanelBytes + (chunk ^ lane % 8) * 16;
+            ptx::smem_address(shared.ds[ring.stage][warpgroup]) + row * kPanelBytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
         for (int step = 0; step < C::kRows / 16; ++step) {
             ptx::stmatrix_x4_transposed(address + step * 16 * kPanelBytes, ds[4 * step], ds[4 * step + 1],
@@ -71,15 +83,19 @@ template <class C> struct Consumer : Fragment<C> {
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
             this->template issue_scores<C::kHeadDim>(scores, shared.k[kv_stage], shared.q[stage]);
-            // A score mod needs the registers of dP.
-            if constexpr (Score::kCount == 0) issue_d_weights(d_weights);
-            ptx::wgmma_wait<Score::kCount == 0>();  // S
+            float2 shift[C::kRows / 8], delta[C::kRows / 8];
+            const int masked = shared.step[stage].masked;
+            this->load_rows(shift, shared.shift[stage]);
+            if constexpr (!kLate) issue_d_weights(d_weights);
+            ptx::wgmma_wait<!kLate>();  // S
             ptx::fence_registers(scores);
-            this->make_weights(scores, pairs, stage);
-            if constexpr (Score::kCount > 0) issue_d_weights(d_weights);
+            this->make_weights(scores, pairs, stage, masked, shift);
+            if constexpr (kLate) issue_d_weights(d_weights);
+            this->load_rows(delta, shared.delta[stage]);
             ptx::wgmma_wait<0>();
             ptx::fence_registers(d_weights);
-            this->score_gradients(scores, d_weights, stage);
+            if constexpr (kRounded) this->unpack(pairs, scores);
+            this->score_gradients(scores, d_weights, delta);
             this->pack(d_weights, ds);
             if constexpr (C::kSumDq) store_ds(ds);
             ptx::wgmma_fence();
@@ -88,9 +104,9 @@ template <class C> struct Consumer : Fragment<C> {
             if constexpr (C::kSumDq) {
                 ptx::fence_proxy_async();
                 ptx::named_barrier_sync(kDsBarrier, kConsumers);
+                if constexpr (kRounded) ptx::wgmma_wait<0>();
                 ptx::wgmma_fence();
                 issue_dq(dq);
-                ds_buffer ^= 1;  // other warps' products may still read it
                 ptx::wgmma_wait<1>();  // dV
                 arrive_warp(&shared.d_out_empty[stage]);
             }

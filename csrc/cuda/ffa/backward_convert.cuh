@@ -75,26 +75,29 @@ FFA_DEVICE void prepare(const PrepareParams& params) {
     constexpr int kLanes = (kVDim > 128 ? 256 : kVDim) / 8;  // of a row
     constexpr int kPassRows = kConvertThreads / kLanes;
     static_assert(32 % kLanes == 0, "a row stays inside a warp");
-    const int blocks = params.padded_rows / kConvertRows;
-    const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
-    const int batch = head_row / params.heads, head = head_row % params.heads;
-    const auto* out = static_cast<const OutElement*>(params.out) + batch * params.out_batch + head * params.out_head;
-    const auto* d_out =
-        static_cast<const uint16*>(params.d_out) + batch * params.d_out_batch + head * params.d_out_head;
-    const int64 padded_row = static_cast<int64>(head_row) * params.padded_rows + first_row;
     if (blockIdx.x == 0 && threadIdx.x < 2) params.work_counters[threadIdx.x] = 0;
     const bool split = params.split != nullptr && *params.split;
+    // A block has kConvertRows entries of the statistics: rows of `pack` heads, head first.
     const int pack = params.split == nullptr || split ? params.pack : 1;
+    const int rows = kConvertRows / pack, blocks = params.padded_rows / rows;
+    const int first_head = blockIdx.x / blocks * pack, first_row = blockIdx.x % blocks * rows;
+    const int64 first_entry = static_cast<int64>(blockIdx.x) * kConvertRows;
 
     const int lane = threadIdx.x % kLanes, column = lane * 8;
 #pragma unroll
     for (int pass = 0; pass < kConvertRows / kPassRows; ++pass) {
-        const int block_row = pass * kPassRows + threadIdx.x / kLanes, row = first_row + block_row;
+        const int entry = pass * kPassRows + threadIdx.x / kLanes;
+        const int head_row = first_head + entry % pack, row = first_row + entry / pack;
+        const int batch = head_row / params.heads, head = head_row % params.heads;
         float sum = 0.0f;
         if (row < params.q_len && column < params.v_dim) {
+            const auto* out = static_cast<const OutElement*>(params.out) + batch * params.out_batch +
+                              head * params.out_head + row * params.out_row;
+            const auto* d_out = static_cast<const uint16*>(params.d_out) + batch * params.d_out_batch +
+                                head * params.d_out_head + row * params.d_out_row;
             alignas(16) float o[8], d_o[8];
-            load_eight<kType>(out + row * params.out_row + column, o);
-            load_eight<kType>(d_out + row * params.d_out_row + column, d_o);
+            load_eight<kType>(out + column, o);
+            load_eight<kType>(d_out + column, d_o);
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d_o[i], sum);
         }
@@ -111,13 +114,12 @@ FFA_DEVICE void prepare(const PrepareParams& params) {
                     delta = params.d_lse ? fmaf(params.d_lse[at], -kLog2E, sum) : sum;
                 }
             }
-            const int64 to = (static_cast<int64>(head_row / pack) * params.padded_rows + row) * pack + head_row % pack;
-            params.row_shift[to] = shift;
-            params.row_delta[to] = delta;
+            params.row_shift[first_entry + entry] = shift;
+            params.row_delta[first_entry + entry] = delta;
         }
     }
     if (params.dq_buffer == nullptr || split) return;
-    float4* buffer = params.dq_buffer + padded_row * (kHeadDim / 4);
+    float4* buffer = params.dq_buffer + first_entry * (kHeadDim / 4);
 #pragma unroll
     for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) {
         buffer[i] = {0.0f, 0.0f, 0.0f, 0.0f};

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward_shared.cuh"
+#include "row_output.cuh"
 
 namespace ffa {
 
@@ -19,11 +20,6 @@ template <class C> struct Fragment {
     const int half;  // of the key tile: keys 64 half, ...
     const int warp = ptx::warp_uniform((threadIdx.x / 32) & 3);
     const int lane = ptx::lane_index();
-
-    FFA_DEVICE void arrive_warp(uint64* barrier) const {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(barrier);
-    }
 
     // scores[64 keys x kRows] = keys queries^T, for K Q^T and V dO^T.
     template <int kColumns>
@@ -52,15 +48,21 @@ template <class C> struct Fragment {
         ptx::wgmma_commit();
     }
 
-    FFA_DEVICE void exponentiate(float (&scores)[kScores], int stage) const {
-        const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
+    // A statistic of this thread's rows.  It is read before the products that it is used with are awaited: shared memory
+    // is busy while products run, and reads take long.
+    using RowPairs = float2[C::kRows / 8];
+    FFA_DEVICE void load_rows(RowPairs& rows, const float* statistic) const {
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) rows[j] = reinterpret_cast<const float2*>(statistic)[4 * j + lane % 4];
+    }
+
+    FFA_DEVICE void exponentiate(float (&scores)[kScores], const RowPairs& shift) const {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
-            const float2 row = shift[4 * j];
-            scores[4 * j] = ptx::exp2_approx(fmaf(scores[4 * j], params.scale_log2, -row.x));
-            scores[4 * j + 1] = ptx::exp2_approx(fmaf(scores[4 * j + 1], params.scale_log2, -row.y));
-            scores[4 * j + 2] = ptx::exp2_approx(fmaf(scores[4 * j + 2], params.scale_log2, -row.x));
-            scores[4 * j + 3] = ptx::exp2_approx(fmaf(scores[4 * j + 3], params.scale_log2, -row.y));
+            scores[4 * j] = ptx::exp2_approx(fmaf(scores[4 * j], params.scale_log2, -shift[j].x));
+            scores[4 * j + 1] = ptx::exp2_approx(fmaf(scores[4 * j + 1], params.scale_log2, -shift[j].y));
+            scores[4 * j + 2] = ptx::exp2_approx(fmaf(scores[4 * j + 2], params.scale_log2, -shift[j].x));
+            scores[4 * j + 3] = ptx::exp2_approx(fmaf(scores[4 * j + 3], params.scale_log2, -shift[j].y));
         }
     }
 
@@ -86,21 +88,25 @@ template <class C> struct Fragment {
     }
 
     // dP becomes dS.
-    FFA_DEVICE void score_gradients(const float (&weights)[kScores], float (&d_weights)[kScores], int stage) const {
-        const float2* delta = reinterpret_cast<const float2*>(shared.delta[stage]) + lane % 4;
+    static FFA_DEVICE void score_gradients(const float (&weights)[kScores], float (&d_weights)[kScores],
+                                           const RowPairs& delta) {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
-            const float2 row = delta[4 * j];
-            d_weights[4 * j] = weights[4 * j] * (d_weights[4 * j] - row.x);
-            d_weights[4 * j + 1] = weights[4 * j + 1] * (d_weights[4 * j + 1] - row.y);
-            d_weights[4 * j + 2] = weights[4 * j + 2] * (d_weights[4 * j + 2] - row.x);
-            d_weights[4 * j + 3] = weights[4 * j + 3] * (d_weights[4 * j + 3] - row.y);
+            d_weights[4 * j] = weights[4 * j] * (d_weights[4 * j] - delta[j].x);
+            d_weights[4 * j + 1] = weights[4 * j + 1] * (d_weights[4 * j + 1] - delta[j].y);
+            d_weights[4 * j + 2] = weights[4 * j + 2] * (d_weights[4 * j + 2] - delta[j].x);
+            d_weights[4 * j + 3] = weights[4 * j + 3] * (d_weights[4 * j + 3] - delta[j].y);
         }
     }
 
     static FFA_DEVICE void pack(const float (&values)[kScores], uint32 (&pairs)[kScores / 2]) {
 #pragma unroll
         for (int i = 0; i < kScores / 2; ++i) pairs[i] = ptx::pack_pair<C::kType>(values[2 * i], values[2 * i + 1]);
+    }
+
+    static FFA_DEVICE void unpack(const uint32 (&pairs)[kScores / 2], float (&values)[kScores]) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) ptx::unpack_pair<C::kType>(pairs[i], values[2 * i], values[2 * i + 1]);
     }
 
     // S becomes P times the derivative of the score mod; pairs are P.
@@ -147,10 +153,10 @@ template <class C> struct Fragment {
     }
 
     // S becomes P (times the derivative of the score mod, if there is one), masked; pairs are P.
-    FFA_DEVICE void make_weights(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage) const {
-        const int masked = shared.step[stage].masked;
+    FFA_DEVICE void make_weights(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage, int masked,
+                                 const RowPairs& shift) const {
         if constexpr (Score::kCount == 0) {
-            exponentiate(scores, stage);
+            exponentiate(scores, shift);
             if (masked) {
                 ptx::mbarrier_wait(&shared.mask_full, masked & 1);
                 apply_mask(scores);
@@ -175,30 +181,26 @@ template <class C> struct Fragment {
     }
 
     template <int kColumns>
-    FFA_DEVICE void store_gradient(const float (&gradient)[kColumns / 2], float factor, const Item& item, int columns,
+    FFA_DEVICE void store_gradient(float (&gradient)[kColumns / 2], float factor, const Item& item, int columns,
                                    void* out, int64 batch_stride, int64 head_stride, int64 row_stride) const {
         using Element = typename C::GradientType;
-        const int key = half * 64 + warp * 16 + lane / 4;
-        Element* base = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
-                        (item.key_begin + key) * row_stride;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) gradient[i] *= factor;
+        uint32 thread[1] = {threadIdx.x % 128};
+        ptx::fence_registers(thread);  // what follows from it is computed here, and takes no register over all steps
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (item.key_begin + key + 8 * h >= item.key_end) continue;
-            Element* row = base + 8 * h * row_stride;
-#pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
-                const int column = 8 * j + lane % 4 * 2;
-                if (column >= columns) continue;
-                store_pair<C::kType>(row + column, gradient[4 * j + 2 * h] * factor,
-                                     gradient[4 * j + 2 * h + 1] * factor);
-            }
+            const int key = item.key_begin + half * 64 + thread[0] / 32 * 16 + thread[0] % 32 / 4 + 8 * h;
+            Element* row = static_cast<Element*>(out) + item.batch * batch_stride + item.kv_head * head_stride +
+                           key * row_stride;
+            store_row<C::kType, kColumns>(row, key < item.key_end, gradient, h, columns);
         }
     }
 
     FFA_DEVICE float* block_of(const Item& item) const {
         return params.dkv_buffer + static_cast<int64>(item.block) * (C::kKeys * (C::kHeadDim + C::kVDim));
     }
-    FFA_DEVICE void finish_dk(const float (&dk)[C::kHeadDim / 2], const Item& item) const {
+    FFA_DEVICE void finish_dk(float (&dk)[C::kHeadDim / 2], const Item& item) const {
         if (params.dkv_buffer) {
             add_gradient<C::kHeadDim>(dk, block_of(item));
         } else {
@@ -206,7 +208,7 @@ template <class C> struct Fragment {
                                         params.dk_head, params.dk_row);
         }
     }
-    FFA_DEVICE void finish_dv(const float (&dv)[C::kVDim / 2], const Item& item) const {
+    FFA_DEVICE void finish_dv(float (&dv)[C::kVDim / 2], const Item& item) const {
         if (params.dkv_buffer) {
             add_gradient<C::kVDim>(dv, block_of(item) + C::kKeys * C::kHeadDim);
         } else {

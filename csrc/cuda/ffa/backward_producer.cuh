@@ -164,25 +164,50 @@ template <class C> struct Masker {
         }
     }
 
+    static constexpr int kPasses = (C::kPositions + 31) / 32;
+
+    static FFA_DEVICE bool is_inside(const Step& step, int query) {
+        return query >= step.run_begin && query < step.run_end;
+    }
+
+    static FFA_DEVICE void add_interval(uint32 (&words)[C::kKeyWords], const Step& step, int begin, int end) {
+        begin -= step.key_begin;
+        end = min(end, step.key_end) - step.key_begin;
+#pragma unroll
+        for (int w = 0; w < C::kKeyWords; ++w) {
+            const int first = max(begin - 32 * w, 0);
+            words[w] |= ptx::bit_mask(first, max(end - 32 * w - first, 0));
+        }
+    }
+
     FFA_DEVICE void write_bits(const Step& step) const {
         const int mask_head = mask_head_of(params, step.batch, step.head);
         const uint32 plane = mask_head * params.mask.intervals * params.q_len;
-#pragma unroll 1
-        for (int row = ptx::lane_index(); row < C::kPositions; row += 32) {
-            const int query = step.row + row;
-            const bool inside = query >= step.run_begin && query < step.run_end;
+        // What has to come from memory is asked for before the buffer is free.
+        int begin[kPasses], end[kPasses];
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int query = step.row + 32 * pass + ptx::lane_index();
+            begin[pass] = end[pass] = 0;
+            if (is_inside(step, query) && params.mask.intervals > 0) {
+                begin[pass] = __ldg(params.mask.starts + (plane + query));
+                end[pass] = __ldg(params.mask.ends + (plane + query));
+            }
+        }
+        ptx::mbarrier_wait(&shared.mask_empty, ~step.masked & 1);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int row = 32 * pass + ptx::lane_index(), query = step.row + row;
+            if (row >= C::kPositions) break;
             uint32 words[C::kKeyWords] = {};
+            add_interval(words, step, begin[pass], end[pass]);
+            const bool inside = is_inside(step, query);
             if (inside) {
                 uint32 index = plane + query;
 #pragma unroll 1
-                for (int r = 0; r < params.mask.intervals; ++r, index += params.q_len) {
-                    const int begin = __ldg(params.mask.starts + index) - step.key_begin;
-                    const int end = min(__ldg(params.mask.ends + index), step.key_end) - step.key_begin;
-#pragma unroll
-                    for (int w = 0; w < C::kKeyWords; ++w) {
-                        const int first = max(begin - 32 * w, 0);
-                        words[w] |= ptx::bit_mask(first, max(end - 32 * w - first, 0));
-                    }
+                for (int r = 1; r < params.mask.intervals; ++r) {
+                    index += params.q_len;
+                    add_interval(words, step, __ldg(params.mask.starts + index), __ldg(params.mask.ends + index));
                 }
             }
 #pragma unroll
@@ -191,7 +216,6 @@ template <class C> struct Masker {
                 if (inside) add_bit_tiles(BitRow(params.bit_tiles, mask_head, query, step.key_begin), step, row);
             }
         }
-        __syncwarp();
     }
 
     FFA_DEVICE void run() const {
@@ -202,12 +226,10 @@ template <class C> struct Masker {
             const Step& step = shared.step[stage];
             if (step.row_group < 0) return;
             if (step.masked) {
-                ptx::mbarrier_wait(&shared.mask_empty, ~step.masked & 1);
                 write_bits(step);
-                if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&shared.mask_full);
+                arrive_warp(&shared.mask_full);
             }
-            __syncwarp();
-            if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+            arrive_warp(&shared.q_empty[stage]);  // done with step[stage]
         }
     }
 };
@@ -217,8 +239,17 @@ template <class C> struct Summer {
     const BackwardParams& params;
     BackwardShared<C>& shared;
 
+    static constexpr int kGroupFloats = kRowGroup * kPanelColumns;
+
+    // Adds kRows rows of one panel.
+    template <int kRows> FFA_DEVICE void add(const float4* from, int panel, int row_group) const {
+        if constexpr (kRows > 0) {
+            const int64 group = static_cast<int64>(panel) * params.dq_groups + row_group;
+            ptx::bulk_reduce_add_f32(params.dq_buffer + group * kGroupFloats, from, kRows * kPanelColumns * 4);
+        }
+    }
+
     FFA_DEVICE void run() const {
-        constexpr int kGroupFloats = kRowGroup * kPanelColumns, kGroups = C::kDqRows / kRowGroup;
         const bool leader = ptx::lane_index() == 0;
 #pragma unroll 1
         for (Ring<C::kStages> ring;; ring.advance()) {
@@ -237,15 +268,14 @@ template <class C> struct Summer {
             for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
                 ptx::named_barrier_sync(kDqFullBarrier + warpgroup, kSumThreads);
                 if (leader) {
-                    const int64 group = C::kPanels == 2 ? static_cast<int64>(warpgroup) * params.dq_groups + row_group
-                                                        : row_group + warpgroup * kGroups;
-                    ptx::bulk_reduce_add_f32(params.dq_buffer + group * kGroupFloats, shared.dq[warpgroup],
-                                             kGroups * kGroupFloats * 4);
+                    const float4* const from = shared.dq[warpgroup];
+                    add<C::kWholeDqRows>(from, warpgroup * (C::kPanels - 1), row_group);
+                    add<C::kHalfDqRows>(from + C::kWholeDqRows * kPanelColumns / 4, C::kPanels / 2,
+                                        row_group + warpgroup * (C::kHalfDqRows / kRowGroup));
                     ptx::bulk_commit();
                 }
             }
-            __syncwarp();
-            if (leader) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // done with step[stage]
+            arrive_warp(&shared.q_empty[stage]);  // done with step[stage]
         }
         if (leader) ptx::bulk_wait<0>();
     }

@@ -1,6 +1,7 @@
 // What the parts of the attention backward share: sizes, kernel parameters, layout of shared memory.
 #pragma once
 
+#include "arrive.cuh"
 #include "bit_tiles.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
@@ -14,6 +15,7 @@ constexpr int kRowGroup = 8;       // query rows of a group of the dQ buffer
 constexpr int kPanelColumns = 64;  // 128-byte swizzled panels of 16-bit elements
 constexpr int kPanelBytes = 128;   // of one row
 constexpr int kConsumers = 256, kConsumerWarps = kConsumers / 32;
+constexpr int kConsumerArrivals = kConsumerWarps * kWarpArrivals;
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 constexpr int kThreads = 128 + kConsumers;
 // Named barriers: of the consumers; of each warpgroup with the warp that sums its dQ.
@@ -81,16 +83,19 @@ struct BackwardConfig {
     static constexpr bool kSumDq = kSumDq_;     // else dQ is another kernel's (gradient_q.cu)
     static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
-    static constexpr int kStages = 2;           // of Q and dO; dS is double-buffered too
+    static constexpr int kStages = 2;           // of Q, dO and dS
     static constexpr int kKvStages = FFA_KV_STAGES;  // of K and V
     static constexpr int kPanels = kHeadDim / kPanelColumns;
     static constexpr int kVPanels = kVDim / kPanelColumns;
     static constexpr int kRowPanelBytes = kRows * kPanelBytes;
     static constexpr int kKeyPanelBytes = kKeys * kPanelBytes;
-    // dQ^T has kHeadDim rows: the warpgroups share them where there are two panels, else they share the query rows.
-    static constexpr int kDqRows = kPanels == 2 ? kRows : kRows / 2;
+    // Of dQ^T's panels of 64 columns each warpgroup has one with all query rows (where there are two or three), and
+    // half the rows of the middle one (where there are one or three).
+    static constexpr int kWholeDqRows = kPanels > 1 ? kRows : 0;
+    static constexpr int kHalfDqRows = kPanels % 2 ? kRows / 2 : 0;
+    static constexpr int kDqRows = kWholeDqRows + kHalfDqRows;
     static_assert(kHeadDim % kPanelColumns == 0 && kVDim % kPanelColumns == 0, "tiles are whole panels");
-    static_assert(!kSumDq || (kKeys == 128 && (kHeadDim == 64 || kHeadDim == 128)), "others need another split of dQ");
+    static_assert(!kSumDq || (kKeys == 128 && kPanels <= 3), "how the warpgroups share dQ");
     static_assert(kKeys == 128 || (kKeys == 64 && kRows == 64), "how the warpgroups share the work");
     static_assert(kRows % 16 == 0, "dV and dK contract over the rows in steps of 16");
     static_assert(kRowGroup % kPack == 0 && (kPack == 1 || !kSumDq), "the dQ buffer has one head after the other");
@@ -121,7 +126,7 @@ template <class C> struct BackwardShared {
     alignas(1024) uint16 q[C::kStages][C::kPanels][C::kRows][kPanelColumns];
     alignas(1024) uint16 d_out[C::kStages][C::kVPanels][C::kRows][kPanelColumns];
     union {
-        alignas(1024) uint16 ds[2][2][C::kSumDq ? C::kRows : 1][kPanelColumns];  // [buffer][keys of a warpgroup]
+        alignas(1024) uint16 ds[C::kStages][2][C::kSumDq ? C::kRows : 1][kPanelColumns];  // [stage][keys of a warpgroup]
         alignas(1024) float4 weights[2][C::kKeys == 64 ? C::kRows / 8 : 1][128];  // [buffer][fragment][thread], see WideConsumer
     };
     alignas(128) float4 dq[C::kSumDq ? 2 : 1][C::kSumDq ? C::kDqRows / 8 * 128 : 1];  // of a warpgroup: its part of dQ^T

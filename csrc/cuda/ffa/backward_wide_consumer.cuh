@@ -9,7 +9,7 @@
 namespace ffa {
 
 template <class C> struct WideConsumer : Fragment<C> {
-    using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared, Fragment<C>::arrive_warp;
+    using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared;
 
     const int thread = threadIdx.x % 128;
     Ring<C::kStages> ring;
@@ -45,7 +45,9 @@ template <class C> struct WideConsumer : Fragment<C> {
         for (int remaining = steps; remaining > 0; --remaining) {
             const int stage = ring.stage;
             uint32 pairs[kScores / 2];
-            this->make_weights(scores, pairs, stage);
+            float2 shift[C::kRows / 8];
+            this->load_rows(shift, shared.shift[stage]);
+            this->make_weights(scores, pairs, stage, shared.step[stage].masked, shift);
             hand_on(scores);
             arrive_warp(&shared.q_empty[stage]);
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);

@@ -13,10 +13,6 @@ struct Consumer : OutputRows {
     Ring<kVStages> v_ring;
     OnlineSoftmax rows;
 
-    FFA_DEVICE void release(uint64* barrier) {
-        if (lane_index() == 0) mbarrier_arrive(barrier);
-    }
-
     template <int kColumns> FFA_DEVICE void build_mask(FragmentMask<kColumns>& mask, const KeyTile& tile) {
         if (!tile.masked) return;
         const int64 base = static_cast<int64>(item.mask) * params.intervals * params.q_len;
@@ -26,8 +22,9 @@ struct Consumer : OutputRows {
             // Rows behind the last one are not stored; their intervals must be readable all the same.
             rows_of_fragment[h] = min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1);
         }
-        mask.from_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
-                            tile.begin, tile.limit);
+        mask.clear();
+        mask.add_intervals(params.starts + base, params.ends + base, rows_of_fragment, params.intervals, params.q_len,
+                           tile.begin, tile.limit);
         if constexpr (kBitTiles) {
             mask.add_bit_tiles(params.bit_tiles, item.mask, rows_of_fragment, tile.begin, tile.limit);
         }
@@ -111,7 +108,7 @@ struct Consumer : OutputRows {
                 store(rows);
             } else {
                 store_empty();
-                release(&shared.q_empty);
+                arrive_warp(&shared.q_empty);
             }
         }
     }
@@ -189,13 +186,13 @@ struct Consumer : OutputRows {
     }
 
     FFA_DEVICE void finish_scores(int stage, bool item_ends) {
-        release(&shared.k_empty[stage]);
+        arrive_warp(&shared.k_empty[stage]);
         k_ring.advance();
-        if (item_ends) release(&shared.q_empty);
+        if (item_ends) arrive_warp(&shared.q_empty);
     }
 
     FFA_DEVICE void finish_output() {
-        release(&shared.v_empty[v_ring.stage]);
+        arrive_warp(&shared.v_empty[v_ring.stage]);
         v_ring.advance();
     }
 };
@@ -208,18 +205,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         tma_prefetch_map(params.q);
         tma_prefetch_map(params.k);
         tma_prefetch_map(params.v);
-        constexpr uint32 kConsumerWarps = 4 * kConsumers;
+        constexpr uint32 kArrivals = 4 * kConsumers * kWarpArrivals;
         mbarrier_init(&shared.q_full, 1);
-        mbarrier_init(&shared.q_empty, kConsumerWarps);
+        mbarrier_init(&shared.q_empty, kArrivals);
 #pragma unroll
         for (int s = 0; s < kKStages; ++s) {
             mbarrier_init(&shared.k_full[s], 1);
-            mbarrier_init(&shared.k_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.k_empty[s], kArrivals);
         }
 #pragma unroll
         for (int s = 0; s < kVStages; ++s) {
             mbarrier_init(&shared.v_full[s], 1);
-            mbarrier_init(&shared.v_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.v_empty[s], kArrivals);
         }
         mbarrier_init_fence();
     }

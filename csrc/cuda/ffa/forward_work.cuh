@@ -6,6 +6,7 @@
 // FFA_BIT_TILES.
 #pragma once
 
+#include "arrive.cuh"
 #include "bit_tiles.cuh"
 #include "row_tiles.cuh"
 #include "score.cuh"

@@ -20,6 +20,9 @@ struct Consumer {
     const int group;   // warpgroup
     const int thread;  // in the warpgroup
     Item item;
+    // Of the rows of this thread's fragment: statistics, and the first interval.
+    float shift[2], delta[2];
+    int start[2], end[2];
     Ring<kRowStages> row_ring;
     Ring<kKStages> k_ring;
     Ring<kVStages> v_ring;
@@ -28,11 +31,6 @@ struct Consumer {
     FFA_DEVICE int fragment_row(int h) const { return 64 * group + 16 * (thread / 32) + lane_index() / 4 + 8 * h; }
     // Its position; behind the last one (such rows are not stored) the last one, because tables must be readable.
     FFA_DEVICE int position(int h) const { return min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1); }
-
-    FFA_DEVICE void release(uint64* barrier) const {
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(barrier);
-    }
 
     // Starts scores = rows keys^T, for Q K^T and dO V^T.
     template <int kColumns>
@@ -64,13 +62,16 @@ struct Consumer {
     FFA_DEVICE void build_mask(FragmentMask<kKvTile>& mask, const KeyTile& tile) const {
         const int64 base = static_cast<int64>(item.mask) * params.intervals * params.q_len;
         const int rows[2] = {position(0), position(1)};
-        mask.from_intervals(params.starts + base, params.ends + base, rows, params.intervals, params.q_len, tile.begin,
-                            tile.limit);
+        mask.clear();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) mask.add_interval(h, start[h], end[h], tile.begin, tile.limit);
+        mask.add_intervals(params.starts + base + params.q_len, params.ends + base + params.q_len, rows,
+                           params.intervals - 1, params.q_len, tile.begin, tile.limit);
         if constexpr (kBitTiles) mask.add_bit_tiles(params.bit_tiles, item.mask, rows, tile.begin, tile.limit);
     }
 
     // S becomes P times the derivative of the score mod.
-    FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const float (&shift)[2], const KeyTile& tile) const {
+    FFA_DEVICE void make_weights(float (&scores)[kKvTile / 2], const KeyTile& tile) const {
         if constexpr (Score::kCount == 0) {
 #pragma unroll
             for (int i = 0; i < kKvTile / 2; ++i) {
@@ -98,15 +99,25 @@ struct Consumer {
         }
     }
 
-    FFA_DEVICE void run_item(float (&dq)[kHeadDim / 2]) {
-        float shift[2], delta[2];
+    // The next item, and what its rows need beside Q and dO.
+    FFA_DEVICE void fetch_item() {
+        mbarrier_wait(&shared.rows_full[row_ring.stage], row_ring.parity);
+        item = shared.items[row_ring.stage];
+        item.key_tiles = warp_uniform(item.key_tiles);
+        if (item.key_tiles <= 0) return;
+        const int plane = (item.batch * params.heads + item.head) / kPack;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int plane = (item.batch * params.heads + item.head) / kPack;
             const int64 row = static_cast<int64>(plane) * params.padded_rows + position(h);
             shift[h] = __ldg(params.row_shift + row * kPack + fragment_row(h) % kPack);
             delta[h] = __ldg(params.row_delta + row * kPack + fragment_row(h) % kPack);
+            const int64 interval = static_cast<int64>(item.mask) * params.intervals * params.q_len + position(h);
+            start[h] = __ldg(params.starts + interval);
+            end[h] = __ldg(params.ends + interval);
         }
+    }
+
+    FFA_DEVICE void run_item(float (&dq)[kHeadDim / 2]) {
         uint32 ds[kKvTile / 4];
         int last_stage = 0;
         for (int i = 0; i < item.key_tiles; ++i) {
@@ -121,13 +132,13 @@ struct Consumer {
             if (tile.masked) build_mask(mask, tile);
             wgmma_wait<1>();  // S, and dQ of the tile before
             fence_registers(scores);
-            if (i > 0) release(&shared.k_empty[last_stage]);
-            make_weights(scores, shift, tile);
+            if (i > 0) arrive_warp(&shared.k_empty[last_stage]);
+            make_weights(scores, tile);
             if (tile.masked) mask.apply(scores, 0.0f);
             wgmma_wait<0>();
             fence_registers(d_weights);
-            release(&shared.v_empty[v_ring.stage]);
-            if (i + 1 == item.key_tiles) release(&shared.rows_empty[row_ring.stage]);
+            arrive_warp(&shared.v_empty[v_ring.stage]);
+            if (i + 1 == item.key_tiles) arrive_warp(&shared.rows_empty[row_ring.stage]);
 #pragma unroll
             for (int j = 0; j < kKvTile / 4; ++j) {
                 const float row = delta[j % 2];
@@ -141,35 +152,37 @@ struct Consumer {
         }
         wgmma_wait<0>();
         fence_registers(dq);
-        release(&shared.k_empty[last_stage]);
+        arrive_warp(&shared.k_empty[last_stage]);
     }
 
-    FFA_DEVICE void store(const float (&dq)[kHeadDim / 2]) const {
+    FFA_DEVICE void store(const float (&dq)[kHeadDim / 2], const Item& done) const {
         using Element = SelectType<FFA_WIDE, float, uint16>::type;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = item.row_begin + fragment_row(h) / kPack;
-            Element* const to = static_cast<Element*>(params.dq) + item.batch * params.dq_batch +
-                                (item.head + fragment_row(h) % kPack) * params.dq_head + row * params.dq_row;
-            store_row<kType, kHeadDim>(to, row < item.row_end, dq, h, params.head_dim);
+            const int row = done.row_begin + fragment_row(h) / kPack;
+            Element* const to = static_cast<Element*>(params.dq) + done.batch * params.dq_batch +
+                                (done.head + fragment_row(h) % kPack) * params.dq_head + row * params.dq_row;
+            store_row<kType, kHeadDim>(to, row < done.row_end, dq, h, params.head_dim);
         }
     }
 
     FFA_DEVICE void run() {
-        for (;; row_ring.advance()) {
-            mbarrier_wait(&shared.rows_full[row_ring.stage], row_ring.parity);
-            item = shared.items[row_ring.stage];
-            item.key_tiles = warp_uniform(item.key_tiles);
-            if (item.key_tiles < 0) return;
+        fetch_item();
+        while (item.key_tiles >= 0) {
             float dq[kHeadDim / 2] = {};
             if (item.key_tiles > 0) {
                 run_item(dq);
 #pragma unroll
                 for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= params.scale;
             } else {
-                release(&shared.rows_empty[row_ring.stage]);
+                arrive_warp(&shared.rows_empty[row_ring.stage]);
             }
-            store(dq);
+            const Item done = item;
+            row_ring.advance();
+            // Where the next rows have a buffer of their own, what they need is on its way while this dQ is written.
+            if constexpr (kRowStages > 1) fetch_item();
+            store(dq, done);
+            if constexpr (kRowStages == 1) fetch_item();
         }
     }
 };
@@ -180,21 +193,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) uint8 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     if (threadIdx.x == 0) {
-        constexpr uint32 kConsumerWarps = 4 * kConsumers;
+        constexpr uint32 kArrivals = 4 * kConsumers * kWarpArrivals;
 #pragma unroll
         for (int s = 0; s < kRowStages; ++s) {
             mbarrier_init(&shared.rows_full[s], 1);
-            mbarrier_init(&shared.rows_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.rows_empty[s], kArrivals);
         }
 #pragma unroll
         for (int s = 0; s < kKStages; ++s) {
             mbarrier_init(&shared.k_full[s], 1);
-            mbarrier_init(&shared.k_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.k_empty[s], kArrivals);
         }
 #pragma unroll
         for (int s = 0; s < kVStages; ++s) {
             mbarrier_init(&shared.v_full[s], 1);
-            mbarrier_init(&shared.v_empty[s], kConsumerWarps);
+            mbarrier_init(&shared.v_empty[s], kArrivals);
         }
         mbarrier_init_fence();
     }

@@ -5,6 +5,7 @@
 // them), FFA_BIT_TILES, and those of row_tiles.cuh.
 #pragma once
 
+#include "arrive.cuh"
 #include "mask.cuh"
 #include "row_output.cuh"
 #include "row_tiles.cuh"

@@ -34,27 +34,34 @@ template <int kColumns> struct FragmentMask {
     static constexpr int kWords = (kOwned + 31) / 32;
     uint32 bits[2][kWords];
 
-    // starts, ends: the interval tables, [intervals][stride]; row[h]: the table's column of fragment row h.  Only keys
-    // in [key_begin, key_limit) count; column 0 is key_begin.
-    FFA_DEVICE void from_intervals(const int* starts, const int* ends, const int (&row)[2], int intervals, int stride,
-                                   int key_begin, int key_limit) {
+    FFA_DEVICE void clear() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w) bits[h][w] = 0;
         }
+    }
+
+    // Of fragment row h the keys [start, end) inside of [key_begin, key_limit); column 0 is key_begin.
+    FFA_DEVICE void add_interval(int h, int start, int end, int key_begin, int key_limit) {
+        const uint32 first = owned_columns_before(start - key_begin);
+        const uint32 last = owned_columns_before(min(end, key_limit) - key_begin);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) bits[h][w] |= bits_between(first, last, w);
+    }
+
+    // starts, ends: the interval tables, [intervals][stride]; row[h]: the table's column of fragment row h.
+    FFA_DEVICE void add_intervals(const int* starts, const int* ends, const int (&row)[2], int intervals, int stride,
+                                  int key_begin, int key_limit) {
         for (int r = 0; r < intervals; ++r, starts += stride, ends += stride) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const uint32 begin = owned_columns_before(__ldg(starts + row[h]) - key_begin);
-                const uint32 end = owned_columns_before(min(__ldg(ends + row[h]), key_limit) - key_begin);
-#pragma unroll
-                for (int w = 0; w < kWords; ++w) bits[h][w] |= bits_between(begin, end, w);
+                add_interval(h, __ldg(starts + row[h]), __ldg(ends + row[h]), key_begin, key_limit);
             }
         }
     }
 
-    // Adds those of bit tiles; arguments as for from_intervals.
+    // Adds those of bit tiles; arguments as for add_intervals.
     FFA_DEVICE void add_bit_tiles(const BitTileParams& tiles, int mask, const int (&row)[2], int key_begin, int key_limit) {
         const uint32 end = owned_columns_before(key_limit - key_begin);
 #pragma unroll

@@ -121,6 +121,10 @@ FFA_DEVICE void bulk_reduce_add_f32(float* global, const void* smem, uint32 byte
                  "r"(smem_address(smem)), "r"(bytes)
                  : "memory");
 }
+// One access of 16 bytes a thread: left to itself the compiler may make four of it to save moves.
+FFA_DEVICE void store_global_v4(void* global, uint32 x, uint32 y, uint32 z, uint32 w) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
 // global[0..3] += x, y, z, w; one access of 16 bytes a thread.
 FFA_DEVICE void reduce_add_global_v4(float* global, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y), "f"(z), "f"(w)
@@ -260,6 +264,7 @@ template <int kCount> FFA_DEVICE void fence_registers(uint32 (&registers)[kCount
 template <DType kType, int kN, bool kStridedA = false, bool kStridedB = false> struct Wgmma;
 
 #define FFA_S8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define FFA_R4 "%0,%1,%2,%3," FFA_S8(4, 5, 6, 7, 8, 9, 10, 11)
 #define FFA_R0 FFA_S8(0, 1, 2, 3, 4, 5, 6, 7)
 #define FFA_R8 FFA_R0 "," FFA_S8(8, 9, 10, 11, 12, 13, 14, 15)
 #define FFA_R16 FFA_R8 "," FFA_S8(16, 17, 18, 19, 20, 21, 22, 23)
@@ -277,21 +282,23 @@ template <DType kType, int kN, bool kStridedA = false, bool kStridedB = false> s
 #define FFA_R112 FFA_R104 "," FFA_S8(112, 113, 114, 115, 116, 117, 118, 119)
 #define FFA_R120 FFA_R112 "," FFA_S8(120, 121, 122, 123, 124, 125, 126, 127)
 
-#define FFA_D8(o)                                                                                                       \
+#define FFA_D_8(o)                                                                                                      \
     "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), "+f"(d[o + 6]),         \
         "+f"(d[o + 7])
-#define FFA_D16 FFA_D8(0), FFA_D8(8)
-#define FFA_D24 FFA_D16, FFA_D8(16)
-#define FFA_D32 FFA_D24, FFA_D8(24)
-#define FFA_D40 FFA_D32, FFA_D8(32)
-#define FFA_D48 FFA_D40, FFA_D8(40)
-#define FFA_D56 FFA_D48, FFA_D8(48)
-#define FFA_D64 FFA_D56, FFA_D8(56)
-#define FFA_D72 FFA_D64, FFA_D8(64)
-#define FFA_D80 FFA_D72, FFA_D8(72)
-#define FFA_D88 FFA_D80, FFA_D8(80)
-#define FFA_D96 FFA_D88, FFA_D8(88)
-#define FFA_D128 FFA_D96, FFA_D8(96), FFA_D8(104), FFA_D8(112), FFA_D8(120)
+#define FFA_D8 FFA_D_8(0)
+#define FFA_D12 FFA_D_8(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define FFA_D16 FFA_D_8(0), FFA_D_8(8)
+#define FFA_D24 FFA_D16, FFA_D_8(16)
+#define FFA_D32 FFA_D24, FFA_D_8(24)
+#define FFA_D40 FFA_D32, FFA_D_8(32)
+#define FFA_D48 FFA_D40, FFA_D_8(40)
+#define FFA_D56 FFA_D48, FFA_D_8(48)
+#define FFA_D64 FFA_D56, FFA_D_8(56)
+#define FFA_D72 FFA_D64, FFA_D_8(64)
+#define FFA_D80 FFA_D72, FFA_D_8(72)
+#define FFA_D88 FFA_D80, FFA_D_8(80)
+#define FFA_D96 FFA_D88, FFA_D_8(88)
+#define FFA_D128 FFA_D96, FFA_D_8(96), FFA_D_8(104), FFA_D_8(112), FFA_D_8(120)
 
 // N columns; COUNT = N / 2 registers, the last eight from LAST on; I0, I1, ...: COUNT, COUNT + 1, ...
 #define FFA_WGMMA_TYPED(TYPE, NAME, N, COUNT, LAST, I0, I1, I2, I3, I4, I5, I6)                                         \
@@ -316,6 +323,8 @@ template <DType kType, int kN, bool kStridedA = false, bool kStridedB = false> s
     FFA_WGMMA_TYPED(DType::bf16, "bf16", N, COUNT, LAST, I0, I1, I2, I3, I4, I5, I6)                                   \
     FFA_WGMMA_TYPED(DType::fp16, "f16", N, COUNT, LAST, I0, I1, I2, I3, I4, I5, I6)
 
+FFA_WGMMA(16, 8, 0, 8, 9, 10, 11, 12, 13, 14)
+FFA_WGMMA(24, 12, 4, 12, 13, 14, 15, 16, 17, 18)
 FFA_WGMMA(32, 16, 8, 16, 17, 18, 19, 20, 21, 22)
 FFA_WGMMA(48, 24, 16, 24, 25, 26, 27, 28, 29, 30)
 FFA_WGMMA(64, 32, 24, 32, 33, 34, 35, 36, 37, 38)

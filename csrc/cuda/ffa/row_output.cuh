@@ -33,7 +33,7 @@ FFA_DEVICE void store_row(uint16* row, bool valid, const float (&values)[kColumn
         transpose_quad(pair);
         const int column = 8 * (j + lane);
         if (valid && column < columns) {
-            *reinterpret_cast<uint4*>(row + column) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+            ptx::store_global_v4(row + column, pair[0], pair[1], pair[2], pair[3]);
         }
     }
 }
