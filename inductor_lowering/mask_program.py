@@ -369,6 +369,7 @@ class MaskProgram:
             return value(x.step) if isinstance(x, Ref) else x
 
         out = value(at)
+        memo.clear()  # the functions above refer to one another, so that it would live on until they are collected
         if not isinstance(out, Tensor):
             out = torch.full((1, 1, 1, 1), out, device=self.device)
         return out

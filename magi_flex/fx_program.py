@@ -80,6 +80,10 @@ class FxProgram:
         """Constant tensors that were made, by step and device."""
         return {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are without the memo."""
+        return FxProgram, (self.steps,)
+
     @staticmethod
     def from_graph(module: GraphModule) -> FxProgram:
         """Raises UnsupportedProgram for anything but placeholders, small constants, aten calls and size arithmetic."""

@@ -40,6 +40,10 @@ class MaskPlan:
     structure: Structure | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are without the memo, which may hold what cannot leave the process."""
+        return MaskPlan, (self.intervals, self.bit_tiles, self.structure)
+
     @staticmethod
     def from_dense(mask_BHQK: Tensor, max_intervals: int = CHEAP_INTERVALS) -> MaskPlan:
         """From a dense bool mask ``[B, H, Q, K]``; see :class:`MaskPlanBuilder` for what becomes of each row."""

@@ -334,7 +334,7 @@ def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
 
 @functools.lru_cache(maxsize=8)
 def _full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), unset_fake_temporarily():
         return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
 
 

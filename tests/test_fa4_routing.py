@@ -11,6 +11,7 @@ import torch
 
 from magi_flex.kernels import fa4, route
 from magi_flex.kernels.fa4 import Fa4Backend, head_dim_objection
+from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.request import (
     Bias,
     Distance,
@@ -102,9 +103,17 @@ def test_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route.reservation("fa4") is None
     monkeypatch.setattr(fa4, "architecture", lambda device: 90)
     assert Fa4Backend().reservations(FACTS) == []
-    (general,) = Fa4Backend().reservations(replace(FACTS, score_steps=None))
-    assert "general score mod" in general
+    assert "not been timed" in str(Fa4Backend().behind_stock(replace(FACTS, score_steps=None)))
+    assert Fa4Backend().behind_stock(FACTS) is None
     (dims,) = Fa4Backend().reservations(replace(FACTS, head_dim=32, v_head_dim=32))
     assert "32 and 32" in dims
     monkeypatch.setattr(fa4, "architecture", lambda device: 103)
     assert Fa4Backend().reservations(FACTS) == ["its code for compute capability 10.3"]
+
+
+def test_compiled_calls_leave_general_score_mods_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FfaBackend, "missing", lambda self, device: "absent")
+    monkeypatch.setattr(Fa4Backend, "missing", lambda self, device: None)
+    monkeypatch.setattr(fa4, "architecture", lambda device: 90)
+    assert route.stock_is_faster(FACTS) is None
+    assert "not been timed" in str(route.stock_is_faster(replace(FACTS, score_steps=None)))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import threading
 import weakref
 
 import pytest
 import torch
 
+from inductor_lowering.capture import trace_mask_mod
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.plan_cache import _CAPACITY, derived, kept, nothing_kept
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Band
 from magi_flex.op_specs import MaskSpec
 
 
@@ -73,6 +78,16 @@ def test_nothing_outlives_the_plan() -> None:
 
 class _Value:
     pass
+
+
+def test_copies_are_without_what_cannot_be_copied() -> None:
+    plan = MaskPlan(RowIntervals.full(8, 8), structure=Band(None, None))
+    kept(plan, "lock", threading.Lock)
+    program, _ = trace_mask_mod(lambda b, h, q, k: q >= k)
+    program.memo["lock"] = threading.Lock()
+    for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert not copied.memo and copied.structure == plan.structure and torch.equal(copied.ends, plan.ends)
+    assert pickle.loads(pickle.dumps(program)) == copy.deepcopy(program) == program
 
 
 def test_layouts_without_end() -> None:

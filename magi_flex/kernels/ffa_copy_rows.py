@@ -69,5 +69,7 @@ def launch_copy_rows(
     missing = COPIES - len(sources)
     params = cuda_driver.ParameterBlock(0, _PARAMS)
     params.set_rest(*values, *_NOTHING * missing, *first_block, *(blocks,) * missing)
-    device_index = targets[0].device.index
-    _kernel(device_index).launch(blocks, _THREADS, params, torch._C._cuda_getCurrentRawStream(device_index))
+    device = targets[0].device
+    with cuda_driver.on_device(device):
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        _kernel(device.index).launch(blocks, _THREADS, params, stream)

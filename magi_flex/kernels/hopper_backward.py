@@ -321,12 +321,11 @@ def gather_queries(
                 mbarrier.wait(k_ready.index(slot), parity)
                 k_DN = k_ring.index(slot).reshape([N, D]).permute((1, 0))
                 scores = warpgroup_mma(q_MD, k_DN, nothing, use_acc=False, is_async=True)
-                if N <= 64:
-                    dq_MD = warpgroup_mma(d_scores_A, k_ring.index(before).reshape([N, D]), dq_MD, is_async=True)
+                dq_MD = warpgroup_mma(d_scores_A, k_ring.index(before).reshape([N, D]), dq_MD, is_async=True)
                 mbarrier.wait(v_ready.index(slot), parity)
                 v_EN = v_ring.index(slot).reshape([N, E]).permute((1, 0))
                 d_weights = warpgroup_mma(d_out_ME, v_EN, nothing, use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(2 if N <= 64 else 1, deps=(scores,))
+                scores = warpgroup_mma_wait(2, deps=(scores,))
                 col = key + gl.arange(0, N, layout=gl.SliceLayout(0, MN))
                 col_ok = col < stop
                 if SCORE is None:
@@ -341,23 +340,17 @@ def gather_queries(
                         known, mask, row_M1, row_ok_M1, first, col[None, :], key, mask_head, q_len, SLOTS, BIT_TILES
                     )
                     weights = gl.where(seen & col_ok[None, :], weights, 0.0)
-                if N <= 64:
-                    d_weights, dq_MD = warpgroup_mma_wait(0, deps=(d_weights, dq_MD))
-                    mbarrier.arrive(free.index(before), pred=step > 0)
-                else:
-                    d_weights = warpgroup_mma_wait(0, deps=(d_weights,))
+                d_weights, dq_MD = warpgroup_mma_wait(0, deps=(d_weights, dq_MD))
+                mbarrier.arrive(free.index(before), pred=step > 0)
                 d_scores = weights * (d_weights - delta_M1)
                 if D_SCORE is not None:
                     d_scores = D_SCORE(scores, mod_b, mod_h, mod_q, mod_k, d_scores, d_args)
                     d_scores = gl.where(weights != 0.0, d_scores, 0.0)
                 d_scores_A = gl.convert_layout(d_scores.to(DTYPE), gl.DotOperandLayout(0, MD, 2))
-                if N > 64:
-                    dq_MD = warpgroup_mma(d_scores_A, k_ring.index(slot).reshape([N, D]), dq_MD)
-                    mbarrier.arrive(free.index(slot))
                 slot, parity = next_slot(slot, parity, STAGES)
                 run, key, stop = next_step(runs, run, key, stop, step + 1 < steps, N)
             mbarrier.arrive(kept_free.index(0))
-            if steps > 0 and N <= 64:
+            if steps > 0:
                 before = slot_before(slot, steps, STAGES)
                 dq_MD = warpgroup_mma(d_scores_A, k_ring.index(before).reshape([N, D]), dq_MD)
                 mbarrier.arrive(free.index(before))

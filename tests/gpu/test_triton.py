@@ -144,7 +144,7 @@ def test_wide_results_lse_gradient_and_empty_rows() -> None:
 
 @pytest.fixture
 def always_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Hopper kernels take what they can, however small, with few programs; returns which were launched."""
+    """The Hopper kernels take all that they can, with few programs; returns which ran."""
     hopper = triton_backend._hopper_launch(torch.device("cuda", torch.cuda.current_device()))
     if hopper is None:
         pytest.skip("needs a Hopper GPU and a release of Triton that the kernels are for")

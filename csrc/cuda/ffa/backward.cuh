@@ -10,8 +10,8 @@
 // (FlashAttention-2/3, arXiv 2307.08691 and 2407.08608.)  Where dQ must be summed in a fixed order, or the head is too
 // wide for all of it, the last product is left to another kernel (gradient_q.cu).  Two consumer warpgroups own 64 keys each and exchange dS
 // through shared memory for dQ; producer warps walk the plan, load tiles with TMA and turn row intervals into bits.
-// Products are issued so that the tensor cores have work during every elementwise phase: dP beside the
-// exponentials, dV beside dS, dK and the next step's S beside the sums into dQ.
+// Products are issued so that the tensor cores have work beside others': dP beside the exponentials, dV beside the
+// exchange of dS, dK beside the sums into dQ.
 //
 // The dQ buffer (see backward_convert.cuh) holds groups of 8 query rows in fragment order, so that a warp adds 512
 // contiguous bytes at once; that is why steps begin at multiples of 8 rows.

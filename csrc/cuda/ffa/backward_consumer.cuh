@@ -83,7 +83,7 @@ template <class C> struct Consumer : Fragment<C> {
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
             this->template issue_scores<C::kHeadDim>(scores, shared.k[kv_stage], shared.q[stage]);
-            float2 shift[C::kRows / 8], delta[C::kRows / 8];
+            typename Fragment<C>::RowPairs shift, delta;
             const int masked = shared.step[stage].masked;
             this->load_rows(shift, shared.shift[stage]);
             if constexpr (!kLate) issue_d_weights(d_weights);

@@ -45,7 +45,7 @@ template <class C> struct WideConsumer : Fragment<C> {
         for (int remaining = steps; remaining > 0; --remaining) {
             const int stage = ring.stage;
             uint32 pairs[kScores / 2];
-            float2 shift[C::kRows / 8];
+            typename Fragment<C>::RowPairs shift;
             this->load_rows(shift, shared.shift[stage]);
             this->make_weights(scores, pairs, stage, shared.step[stage].masked, shift);
             hand_on(scores);
