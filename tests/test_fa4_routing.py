@@ -11,6 +11,7 @@ import torch
 
 from magi_flex.kernels import fa4, route
 from magi_flex.kernels.fa4 import Fa4Backend, head_dim_objection
+from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.request import (
     Bias,
     Distance,
@@ -108,3 +109,11 @@ def test_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "32 and 32" in dims
     monkeypatch.setattr(fa4, "architecture", lambda device: 103)
     assert Fa4Backend().reservations(FACTS) == ["its code for compute capability 10.3"]
+
+
+def test_compiled_calls_leave_general_score_mods_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FfaBackend, "missing", lambda self, device: "absent")
+    monkeypatch.setattr(Fa4Backend, "missing", lambda self, device: None)
+    monkeypatch.setattr(fa4, "architecture", lambda device: 90)
+    assert route.stock_is_faster(FACTS) is None
+    assert "not been timed" in str(route.stock_is_faster(replace(FACTS, score_steps=None)))

@@ -175,6 +175,10 @@ class Backend:
         """What of this request has not run yet on the hardware that it is for, so that ``auto`` leaves it to others."""
         return []
 
+    def behind_stock(self, facts: RequestFacts) -> str | None:
+        """Why PyTorch's own kernels for GPUs may well be faster than this backend for such a request, or None."""
+        return None
+
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError
 

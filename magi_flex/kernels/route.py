@@ -102,7 +102,8 @@ def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, li
 def stock_is_faster(facts: RequestFacts) -> str | None:
     """Why a compiled call that chose no backend is better left to PyTorch's own kernels, or None.
 
-    On a GPU these are Triton kernels, which beat ``tiled`` by far where they serve the request.
+    On a GPU these are Triton kernels, which beat ``tiled`` by far where they serve the request; see also
+    :meth:`Backend.behind_stock`.
     """
     if facts.device.type == "cpu" or facts.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
@@ -110,8 +111,14 @@ def stock_is_faster(facts: RequestFacts) -> str | None:
         return None
     table = dict(explain_route(facts))
     del table[SLOW]
-    if not all(table.values()):
-        return None
+    for name, reasons in table.items():
+        if not reasons:
+            backend = load(name)
+            assert isinstance(backend, Backend)
+            behind = backend.behind_stock(facts)
+            if behind is None:
+                return None
+            reasons.append(behind)
     return "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in table.items())
 
 

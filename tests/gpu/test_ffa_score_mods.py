@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
+import magi_flex
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.ffa import FfaBackend
@@ -148,3 +150,45 @@ def test_in_cuda_graphs(backend: Backend) -> None:
         captured.copy_(torch.randn(HEADS, 32))
         graph.replay()
         assert all(torch.equal(x, y) for x, y in zip(in_graph, both(), strict=True))
+
+
+def test_in_compiled_cuda_graphs() -> None:
+    """What is kept for a mod lies outside of the pools of torch.compile's graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    size = 256
+
+    def biased(table: Tensor) -> ScoreMod:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            constant = torch.tensor([0.5, -1.0, 2.0], device=table.device)
+            return mods.t5_bias(table)(score, b, h, q, k) + constant[(q + k) % 3]
+
+        return mod
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return flex_attention(q, k, v, biased(table), scale=0.2, enable_gqa=True)
+
+    q, k, v, d_out = (
+        torch.randn(1, heads, size, 64, device="cuda").bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    with magi_flex.enable(backend="ffa"):
+        function = torch.compile(attention, mode="reduce-overhead", fullgraph=True)
+        other = torch.compile(lambda x: (x * 2 + 1).sin() @ x.cos(), mode="reduce-overhead")
+        for step in range(5):
+            table = torch.randn(HEADS, 32, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            out = function(q, k, v, table)
+            got = [out.clone(), *(x.clone() for x in torch.autograd.grad(out, (q, k, v), d_out))]
+            other(torch.randn(size, size, device="cuda") + step)  # a graph that shares the pool
+            dense = torch.ones(1, 1, size, size, dtype=torch.bool)
+            near, exact = (
+                dense_attention_with_gradients(
+                    *(x.detach().cpu() for x in (q, k, v, d_out)), None, dense, biased(table.cpu()), (), 0.2, kind
+                )
+                for kind in (torch.bfloat16, torch.float64)
+            )
+            for x, name in zip(got, ("out", "dq", "dk", "dv"), strict=True):
+                assert_within_factor(x.cpu(), getattr(near, name), getattr(exact, name), floor=2e-3)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
