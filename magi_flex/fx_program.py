@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 T = TypeVar("T")
@@ -330,10 +331,12 @@ class ProgramBuilder:
             raise UnsupportedProgram(f"a constant of type {type(value).__name__}")
         if value.numel() > LARGEST_LITERAL:
             raise UnsupportedProgram(f"a constant tensor of {value.numel()} elements inside the graph")
+        with unset_fake_temporarily():  # while a graph is compiled; reading a GPU's constant runs an operation
+            content = value.tolist()
         if value.dim() == 0:  # as compiled graphs have it
             options = {"dtype": self.encode(value.dtype), "device": self.encode(value.device)}
-            return ["call", "aten::full", "", [[], self.encode(value.item())], options]
-        data = json.loads(json.dumps(value.tolist()), parse_constant=lambda text: {"float": text})
+            return ["call", "aten::full", "", [[], self.encode(content)], options]
+        data = json.loads(json.dumps(content), parse_constant=lambda text: {"float": text})
         return ["literal", data, str(value.dtype).removeprefix("torch.")]
 
 
