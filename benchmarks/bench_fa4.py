@@ -35,7 +35,7 @@ from inductor_lowering.to_intervals import plan_from_mask_mod
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import fa4
-from magi_flex.kernels.fa4 import Fa4Backend, mask_arguments, score_arguments, tracing_order
+from magi_flex.kernels.fa4 import Fa4Backend, architecture, mask_arguments, score_arguments, tracing_order
 from magi_flex.kernels.fa4_launch import watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, forward_mask
 from magi_flex.kernels.fa4_tiles import BlockLists, BlockSize, block_lists, padded_bounds
@@ -88,6 +88,12 @@ def elements(plan: MaskPlan, arch: int) -> tuple[KernelMask, KernelMask]:
         lists = block_lists(plan, block, transposed=backward)
         masks.append(KernelMask({}, None, padded_bounds(plan.intervals), False, lists, block))
     return masks[0], masks[1]
+
+
+def package_masks(plan: MaskPlan, q: Tensor) -> dict[str, tuple[KernelMask, KernelMask]]:
+    """Both, by the names of the sides of other benchmarks; wide heads have tiles that lists of 128 keys do not fit."""
+    found = {"fa4_mask_mod": elements(plan, architecture(q.device)) if q.shape[-1] <= 128 else None, "fa4": flags(plan)}
+    return {name: pair for name, pair in found.items() if pair is not None}
 
 
 def flags(plan: MaskPlan) -> tuple[KernelMask, KernelMask] | None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.bench_fa4 import elements, flags, forward_alone
+from benchmarks.bench_fa4 import forward_alone, package_masks
 from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
 from benchmarks.workloads import MASKS, bounds
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels.fa4 import Fa4Backend, architecture
+from magi_flex.kernels.fa4 import Fa4Backend
 from magi_flex.kernels.ffa import forward_instance, forward_schedule
 from magi_flex.kernels.ffa_forward import ForwardLaunch
 from magi_flex.kernels.tile_plans import has_room
@@ -47,8 +47,8 @@ def flash_attention_4(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor) -> dict[s
         return {}
     _, rows, heads, _ = q.shape
     out, lse = q.new_empty(1, rows, heads, v.shape[3]), torch.empty(1, heads, rows, device=q.device)
-    masks = {"fa4_mask_mod": elements(plan, architecture(q.device)), "fa4": flags(plan)}
-    return {name: forward_alone(pair[0], q, k, v, out, lse).work for name, pair in masks.items() if pair is not None}
+    masks = package_masks(plan, q)
+    return {name: forward_alone(pair[0], q, k, v, out, lse).work for name, pair in masks.items()}
 
 
 def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, int], rounds: int) -> Row:

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.bench_fa4 import alone, elements, flags
+from benchmarks.bench_fa4 import alone, package_masks
 from benchmarks.bench_ffa import cudnn
 from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
 from benchmarks.workloads import MASKS, WINDOW, bounds, many_documents, shared_prefixes
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels.fa4 import Fa4Backend, architecture
+from magi_flex.kernels.fa4 import Fa4Backend
 from magi_flex.kernels.ffa import FfaBackend, backward_instance, forward_schedule, gradient_q_instance
 from magi_flex.kernels.ffa_backward import GradientQ, launch_backward
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
@@ -62,8 +62,8 @@ def flash_attention_4(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Te
     """The package's backward alone, by its own flags and with a mask_mod; tensors are ``[1, rows, heads, dim]``."""
     if Fa4Backend().missing(q.device) is not None:
         return {}
-    masks = {"fa4_mask_mod": elements(plan, architecture(q.device)), "fa4": flags(plan)}
-    return {name: alone(pair, q, k, v, d_out)[1].work for name, pair in masks.items() if pair is not None}
+    masks = package_masks(plan, q)
+    return {name: alone(pair, q, k, v, d_out)[1].work for name, pair in masks.items()}
 
 
 def measure(
