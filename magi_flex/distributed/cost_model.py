@@ -172,7 +172,6 @@ def choose_cut(
     own_keys: float,
     remote_keys: float,
     crosses_network: bool,
-    keep_keys: bool = False,
     prefetch: int = PREFETCH,
     by: Sequence[Literal["keys", "heads"]] = ("keys", "heads"),
     parts: int | None = None,
@@ -183,7 +182,6 @@ def choose_cut(
         pairs: attended pairs of a rank's rows; taken as spread evenly over its own and the remote keys.
         rows: query rows of a rank.
         own_keys, remote_keys: of the rank with the most remote keys.
-        keep_keys: the backward pass has the keys already and only sends gradients.
         by: what may be cut.
         parts: this many.
 
@@ -204,7 +202,7 @@ def choose_cut(
     flops = costs.backward_flops if backward else costs.forward_flops
     compute = pairs * shape.pair_flops(backward) / flops
     remote_share = remote_keys / max(1, own_keys + remote_keys)
-    bytes_ = 0 if backward and keep_keys else remote_keys * shape.key_bytes()
+    bytes_ = remote_keys * shape.key_bytes()
     if backward:
         bytes_ += remote_keys * shape.key_gradient_bytes()
     communication = bytes_ / (costs.network_bandwidth if crosses_network else costs.node_bandwidth)
