@@ -30,7 +30,7 @@ def unpack_bits(words: Tensor) -> Tensor:
 
 def count_bits(words: Tensor) -> Tensor:
     """Set bits of each byte of int32 ``[..., W]``: uint8 ``[..., 4 W]``."""
-    byte = words.contiguous().view(torch.uint8)
+    byte = words[..., None].contiguous().view(torch.uint8).flatten(-2)  # a single word may have any stride
     byte = byte - ((byte >> 1) & 0x55)
     byte = (byte & 0x33) + ((byte >> 2) & 0x33)
     return (byte + (byte >> 4)) & 0x0F

@@ -89,4 +89,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return (x.detach() if x.requires_grad else x).reshape(-1).view(torch.uint8)
+    flat = (x.detach() if x.requires_grad else x).reshape(-1)
+    if flat.stride(0) != 1:  # a strided line; a single element counts as contiguous, whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from inductor_lowering.capture import trace_mask_mod
+from magi_flex import plan_memo
+from magi_flex.bit_tiles import count_bits
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.plan_cache import _CAPACITY, derived, kept, nothing_kept
 from magi_flex.mask_plan import MaskPlan
@@ -127,3 +129,13 @@ def test_calls_without_a_mask_share_a_plan() -> None:
     assert full.build([], [], 1, 8, 16, 32, cpu).plan is plan
     assert plan.to_dense().all() and plan.to_dense().shape == (1, 1, 16, 32)
     assert full.build([], [], 2, 4, 17, 32, cpu).plan is not plan
+
+
+def test_contents_of_any_strides() -> None:
+    """The bytes that new contents of captured tensors are known by: one element is contiguous, whatever its stride."""
+    numbers = torch.arange(20, dtype=torch.int32)
+    grid = numbers.view(4, 5)
+    for x in (numbers[::4], numbers[4:5].as_strided((1,), (4,), 4), grid[:, :1], grid.T, numbers[:0], grid[0, 0]):
+        assert torch.equal(plan_memo._bytes(x).view(x.dtype), x.flatten())
+    word = numbers[3:4].as_strided((1, 1), (7, 4), 3)
+    assert count_bits(word).tolist() == [[2, 0, 0, 0]]
