@@ -95,9 +95,7 @@ def example_of(one_batch: bool, one_head: bool, slots: int, searches: int) -> Ca
 
 def expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:
     """The result as a list of distinct operations, operands first, and the captures in the order of their first use."""
-    if "expression" not in program.memo:
-        program.memo["expression"] = _expression(program)
-    return program.memo["expression"]
+    return program.recall("expression", lambda: _expression(program))
 
 
 def _expression(program: FxProgram) -> tuple[tuple[Any, ...], list[int]]:

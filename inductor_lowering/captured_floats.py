@@ -18,6 +18,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
+from magi_flex.remember import remembered
+
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos}
 _MOST_KINDS = 32  # of calls, whose gradients' graphs a mod keeps
 _MARK = "magi_flex_serves"  # in the graph's meta: Dynamo traced it while our kernels took the calls
@@ -37,14 +39,8 @@ def install(serving: Callable[[], bool]) -> None:
             known, kind = _joint_graphs.setdefault(score_mod, {}), _kind_of_call(index_values, other_buffers)
             score_mod = floats_as_tensors(score_mod)
         try:
-            joint = known.get(kind)
-            if joint is None:
-                joint = _stock_create_fw_bw_graph(score_mod, index_values, other_buffers)[1]
-                if kind is not None:
-                    if len(known) >= _MOST_KINDS:
-                        known.clear()
-                    known[kind] = joint
-            return score_mod, joint
+            trace = functools.partial(_stock_create_fw_bw_graph, score_mod, index_values, other_buffers)
+            return score_mod, trace()[1] if kind is None else remembered(known, kind, lambda: trace()[1], _MOST_KINDS)
         except PendingUnbackedSymbolNotFound as error:
             raise RuntimeError(
                 "score_mod: does more with a captured Python float that changes between calls than arithmetic; capture "

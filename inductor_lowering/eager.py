@@ -6,8 +6,9 @@ forward and the backward op below that.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ from magi_flex.kernels.request import ScoreProgram
 from magi_flex.kernels.route import AUTO
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import BuiltMask, ScoreSpec
+from magi_flex.remember import remembered
 from magi_flex.score_steps import Sizes
 
 logger = logging.getLogger("magi_flex")
@@ -166,7 +168,8 @@ def _shared_mask(call: HopCall, inputs: MaskInputs) -> BuiltMask:
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
-_traced: WeakKeyDictionary[GraphModule, dict[Any, GraphModule]] = WeakKeyDictionary()
+_MOST_KINDS = 64  # of captures, whose graphs a mod keeps
+_traced: WeakKeyDictionary[GraphModule, dict[Hashable, GraphModule]] = WeakKeyDictionary()
 
 
 def _mask_graph(call: HopCall) -> GraphModule:
@@ -196,18 +199,14 @@ def _aten_graph(mod: Any, scalars: int, captures: Sequence[Any], q: Tensor, func
     scores = () if scalars == MASK_SCALARS else (0, JOINT_SCALARS - 1)
     known = _traced.setdefault(mod, {})
     key = (scalars, q.dtype, q.device, tuple((x.shape, x.dtype) if isinstance(x, Tensor) else int for x in captures))
-    if key in known:
-        return known[key]
     example = [q.new_zeros((), dtype=q.dtype if i in scores else torch.int32) for i in range(scalars)]
     detached = [x.detach() if isinstance(x, Tensor) else x for x in captures]
+    trace = functools.partial(_trace, function or mod, [*example, *detached])
     try:
-        known[key] = _trace(function or mod, [*example, *detached], symbolic=True)
-        return known[key]
+        return remembered(known, key, functools.partial(trace, symbolic=True), _MOST_KINDS)
     except GuardOnDataDependentSymNode:  # what the mod does depends on the value of a captured int
         key = (*key, tuple(x for x in captures if not isinstance(x, Tensor)))
-        if key not in known:
-            known[key] = _trace(function or mod, [*example, *detached], symbolic=False)
-        return known[key]
+        return remembered(known, key, functools.partial(trace, symbolic=False), _MOST_KINDS)
 
 
 def _trace(function: Any, args: Sequence[Any], symbolic: bool) -> GraphModule:

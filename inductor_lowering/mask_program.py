@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from inductor_lowering.op_result import result_like
 from magi_flex.fx_program import PYTHON_FUNCTIONS, FxProgram, references
+from magi_flex.remember import remembered
 
 AXES = "bhqk"
 _aten = torch.ops.aten
@@ -180,11 +181,8 @@ class MaskProgram:
         kinds = [(c.dtype, c.shape) if isinstance(c, Tensor) else c for c in self.captures]
         if any(isinstance(x, torch.SymInt) for x in kinds):
             return {}
-        known = program.memo.setdefault("calls", {})
-        key = (self.device, *kinds)
-        if key not in known and len(known) >= _MOST_KINDS:
-            known.clear()
-        return known.setdefault(key, {})
+        known: dict[Hashable, dict[int, Step]] = program.recall("calls", dict)
+        return remembered(known, (self.device, *kinds), dict, _MOST_KINDS)
 
     def _literal(self, value: Any, dtype: torch.dtype) -> Tensor:
         """Numbers are written by the device itself, so that nothing has to be copied to it."""

@@ -18,7 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
+from magi_flex.remember import remembered
+
 T = TypeVar("T")
+_MOST_FOUND = 512  # of what is remembered about a program
 LARGEST_LITERAL = 4096  # elements of a constant tensor that is stored inside the program
 
 _DETACH_IN_PLACE = torch.ops.aten.detach_.default  # how tracing leaves torch.tensor(number); it writes nothing
@@ -80,6 +83,10 @@ class FxProgram:
     def _literals(self) -> dict[tuple[int, torch.device], Tensor]:
         """Constant tensors that were made, by step and device."""
         return {}
+
+    def recall(self, what: Hashable, build: Callable[[], T]) -> T:
+        """``build()``, or what it gave earlier for the same ``what``."""
+        return remembered(self.memo, what, build, _MOST_FOUND)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are without the memo."""

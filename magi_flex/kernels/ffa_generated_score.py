@@ -26,7 +26,7 @@ from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
 from magi_flex.kernels.ffa_score_inputs import ByDistance, Graph, LaunchArguments, Layout, offset_type
 from magi_flex.kernels.request import IndexMap, ScoreProgram
 from magi_flex.kernels.score_distance import Lengths
-from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS, per_program
+from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS
 from magi_flex.kernels.score_walk import NO_AXES, ScoreWalk, Value
 
 SUPPORTED = frozenset(RULES) | {"aten::index", "flex_lib::zeros_and_scatter", "sum"}
@@ -194,7 +194,7 @@ def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout:
         return code, graphs  # the graphs, so that they live as long as their ids
 
     key = ("code", *map(id, graphs), launch.kinds(), tuple(launch.in_bounds.items()))
-    code, _ = per_program(score.forward, key, generate)
+    code, _ = score.forward.recall(key, generate)
     return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles
+from magi_flex.remember import remembered
 
 T = TypeVar("T")
 BIT_TILES = "4Q4i"  # BitTileParams of the kernels, for the struct module
@@ -37,12 +38,7 @@ class LauncherCache(threading.local, Generic[T]):
 
     def get(self, instance: Hashable, *tensors: Tensor) -> T:
         geometry = (instance, tensors[0].device.index, *[(x.shape, x.stride()) for x in tensors])
-        launcher = self._by_geometry.get(geometry)
-        if launcher is None:
-            if len(self._by_geometry) >= _CAPACITY:
-                self._by_geometry.clear()
-            launcher = self._by_geometry[geometry] = self._make(instance, *tensors)
-        return launcher
+        return remembered(self._by_geometry, geometry, lambda: self._make(instance, *tensors), _CAPACITY)
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from torch import Tensor
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.score_distance import Lengths, by_distance, distance_costs, function_of_distance, gather
 from magi_flex.kernels.score_ranges import Range, ranges
-from magi_flex.kernels.score_split import Split, per_program, split_of
+from magi_flex.kernels.score_split import Split, split_of
 from magi_flex.kernels.score_walk import kernel_inputs
 
 _CONSTANTS = ("aten::full", "aten::scalar_tensor")
@@ -147,7 +147,7 @@ class Graph:
         """``layout``: of tables by distance, where these are possible."""
         has_heads = layout is not None and layout.has_heads
         key = ("cuda", arguments, name, layout is not None, has_heads)
-        return per_program(program, key, lambda: _graph(program, arguments, name, layout is not None, has_heads))
+        return program.recall(key, lambda: _graph(program, arguments, name, layout is not None, has_heads))
 
     def add_inputs(self, launch: LaunchArguments, captures: Sequence[Any], layout: Layout | None) -> None:
         sources = tuple(dict.fromkeys((*self.inputs, *(reading.source for reading in self.readings.values()))))
@@ -172,7 +172,7 @@ class Graph:
 
     def _in_bounds(self, values: dict[int, Any], layout: Layout) -> frozenset[tuple[int, int]]:
         """Steps that read a captured tensor where it lies, with the axes whose index needs no check."""
-        bounds = per_program(self.program, ("bounds", layout.lengths, layout.head_offset), lambda: self._bounds(layout))
+        bounds = self.program.recall(("bounds", layout.lengths, layout.head_offset), lambda: self._bounds(layout))
         found = set()
         for step in self.steps:
             if self.program.steps[step][1] != "aten::index" or step in self.readings:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram, UnsupportedProgram, constant_on, kept_for_graphs
-from magi_flex.kernels.score_split import per_program, split_of
+from magi_flex.kernels.score_split import split_of
 
 # Kernels may ask for pairs this far outside of the lengths, which are masked.
 PADDING = 256
@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
 
 def distance_costs(program: FxProgram, arguments: int) -> dict[int, int]:
     """The steps of single scores whose value depends on q - k alone, and in how many operations of a thread."""
-    return per_program(program, ("distances", arguments), lambda: _distance_costs(program, arguments))
+    return program.recall(("distances", arguments), lambda: _distance_costs(program, arguments))
 
 
 def _distance_costs(program: FxProgram, arguments: int) -> dict[int, int]:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.kernels.request import Multiply, ScoreStep
 
 SCORE_ARGUMENTS, JOINT_ARGUMENTS = 5, 6  # score, b, h, q, k and, in the joint graph, the gradient of the result
 SCATTER = "flex_lib::zeros_and_scatter"
-_CAPACITY = 512
-_entries: OrderedDict[Any, tuple[FxProgram, Any]] = OrderedDict()
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,16 +31,6 @@ class Split:
     outputs: tuple[int | None, ...]
 
 
-def per_program(program: FxProgram, what: Any, build: Callable[[], T]) -> T:
-    """``build()``, or what it gave earlier for the same ``what`` and program (by identity: programs are cached)."""
-    key = (id(program), what)
-    if key not in _entries:
-        _entries[key] = (program, build())
-        while len(_entries) > _CAPACITY:
-            _entries.popitem(last=False)
-    return _entries[key][1]
-
-
 def score_ops(program: FxProgram, arguments: int) -> frozenset[str]:
     """Names of what the program does to single scores; its first ``arguments`` arguments are single ones.
 
@@ -60,13 +44,13 @@ def score_ops(program: FxProgram, arguments: int) -> frozenset[str]:
             return frozenset((str(error),))
         return frozenset(step[1] if step[0] == "call" else step[0] for step in steps)
 
-    return per_program(program, ("ops", arguments), find)
+    return program.recall(("ops", arguments), find)
 
 
 def has_linear_gradient(joint: FxProgram) -> bool:
     """Whether the gradient of the score is a multiple of the gradient that comes in, as derivatives are; a custom
     autograd function might do anything.  False where that cannot be seen."""
-    return per_program(joint, "linear", lambda: _has_linear_gradient(joint))
+    return joint.recall("linear", lambda: _has_linear_gradient(joint))
 
 
 _ZEROS = ("aten::zeros_like", "aten::new_zeros")
@@ -118,7 +102,7 @@ def _has_linear_gradient(joint: FxProgram) -> bool:
 
 def split_of(program: FxProgram, arguments: int) -> Split:
     """Raises UnsupportedProgram where the steps cannot be told apart."""
-    return per_program(program, ("split", arguments), lambda: _split(program, arguments))
+    return program.recall(("split", arguments), lambda: _split(program, arguments))
 
 
 def _split(program: FxProgram, arguments: int) -> Split:

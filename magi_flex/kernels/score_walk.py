@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
-from magi_flex.kernels.score_split import per_program
 
 NAMES = ("score", "b", "h", "q", "k", "grad")
 _AXES = (frozenset("qk"), frozenset[str](), frozenset[str](), frozenset("q"), frozenset("k"), frozenset("qk"))
@@ -155,7 +154,7 @@ def kernel_inputs(
     if not steps:
         return []
     known = [n for n, step in enumerate(program.steps) if step[0] == "arg"]
-    before = per_program(program, ("before", steps), lambda: program.part(known, steps))
+    before = program.recall(("before", steps), lambda: program.part(known, steps))
     return before.run([*(None,) * arguments, *captures], device, torch.float32)
 
 

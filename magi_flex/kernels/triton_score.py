@@ -33,7 +33,6 @@ from magi_flex.kernels.score_split import (
     JOINT_ARGUMENTS,
     SCORE_ARGUMENTS,
     Split,
-    per_program,
     split_of,
 )
 from magi_flex.kernels.score_walk import NO_AXES, ScoreWalk, Value, kernel_inputs, kind_of
@@ -287,7 +286,7 @@ def _from_graph(program: FxProgram, captures: Sequence[Any], arguments: int, dev
         text = _function("score", "score, b, h, q, k, args", writer.lines, writer.result(split.outputs[0]))
         return load_module(_HEADER + text)
 
-    module = per_program(program, ("forward", kind_of(inputs)), generate)
+    module = program.recall(("forward", kind_of(inputs)), generate)
     return KernelScore(module.score, args=_flat_arguments(inputs))
 
 
@@ -304,7 +303,7 @@ def _with_gradient(forward: KernelScore, score: ScoreProgram, joint: FxProgram, 
             text += _function(name, parameters, writer.lines, writer.result(split.outputs[0]))
         return load_module(_HEADER + text)
 
-    module = per_program(joint, ("joint", kind_of(inputs)), generate)
+    module = joint.recall(("joint", kind_of(inputs)), generate)
     totals = [
         torch.zeros(_shape(joint.steps[n], dict(zip(split.inputs, inputs, strict=True))), device=device)
         for n in split.sums
@@ -336,7 +335,7 @@ def _capture_gradients(
     wanted = [
         n if needed else None for n, needed in zip(outputs, (*score.needs_grad, *(False,) * len(outputs)), strict=False)
     ]
-    behind = per_program(joint, ("behind", tuple(wanted)), lambda: joint.part([*known, *split.sums], wanted))
+    behind = joint.recall(("behind", tuple(wanted)), lambda: joint.part([*known, *split.sums], wanted))
     values = behind.run([*(None,) * JOINT_ARGUMENTS, *score.captures, *totals], device, torch.float32)
     gradients: list[Tensor | None] = []
     for position, capture in enumerate(score.captures):
