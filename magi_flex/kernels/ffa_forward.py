@@ -25,7 +25,7 @@ from magi_flex.kernels.ffa_launch import (
     kernel_dtype,
     multiprocessors,
 )
-from magi_flex.kernels.ffa_schedule import Schedule
+from magi_flex.kernels.ffa_schedule import Schedule, deal
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # ForwardParams of the kernel between its four tensor maps and the score steps.
@@ -33,8 +33,6 @@ _PARAMS = "<11Q3q2f13i4x"
 _RESULTS, _RESULTS_OFFSET = struct.Struct("<4Q"), 7 * 8  # of these: out, lse, max_score, the work counter
 _SCORE_OFFSET = struct.calcsize(_PARAMS)
 _MAPS = 4
-# Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
-_L2_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -162,17 +160,13 @@ class ForwardLaunch:
         self._maps = len(boxes)
         for index, box in enumerate(boxes):
             self._params.set_map(index, cuda_driver.tensor_map(*box))
-        batch, heads, q_len, _ = q_BHQD.shape
+        _, heads, q_len, _ = q_BHQD.shape
         kv_batch, kv_heads, kv_len, v_dim = v_BGKE.shape
         mask_batch, mask_heads, slots, _ = intervals.starts.shape
-        replica_heads = heads // instance.pack if mask_heads == 1 else 1
-        replicas = replica_heads * (batch if mask_batch == 1 else 1)
-        group = heads // kv_heads
-        kv_bytes = kv_len * (instance.head_dim + instance.v_dim) * 2
-        section = min(replicas, max(1, _L2_BYTES // kv_bytes) * (group // instance.pack))
-        items = schedule.row_tiles * replicas
-        self._grid = min(items, max(1, multiprocessors(self._device.index) - sm_margin))
-        self._counts_items = items > self._grid
+        columns, sms = instance.head_dim + instance.v_dim, multiprocessors(self._device.index) - sm_margin
+        shares = deal(schedule, q_BHQD, v_BGKE, intervals.starts, instance.pack, columns, sms)
+        self._grid = shares.grid
+        self._counts_items = shares.items > shares.grid
         self._params.set_rest(
             intervals.starts.data_ptr(),
             intervals.ends.data_ptr(),
@@ -188,15 +182,15 @@ class ForwardLaunch:
             q_len,
             kv_len,
             heads,
-            group,
+            heads // kv_heads,
             v_dim,
             slots,
             mask_batch,
             mask_heads,
             schedule.row_tiles,
-            replicas,
-            replica_heads,
-            section,
+            shares.replicas,
+            shares.replica_heads,
+            shares.section,
             kv_batch,
             *(score.values if score else (0,) * 7),
             *bit_tile_values(bit_tiles),

@@ -17,14 +17,12 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_launch import BIT_TILES, LauncherCache, bit_tile_values, kernel_dtype, multiprocessors
-from magi_flex.kernels.ffa_schedule import Schedule
+from magi_flex.kernels.ffa_schedule import Schedule, deal
 from magi_flex.kernels.ffa_score import GeneratedCode, score_defines, score_format, score_text
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<12Q3q3f13i"
 _MAPS, _ROWS, _THREADS = 4, 128, 384
-# As for the forward kernel: keys and values of the heads that are worked on together.
-_L2_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -147,17 +145,12 @@ def launch_gradient_q(
         sm_margin: multiprocessors that are left to others.
         bit_tiles: of the mask, where the instance has them.
     """
-    batch, heads, q_len, head_dim = q_BHQD.shape
+    _, heads, q_len, head_dim = q_BHQD.shape
     _, kv_heads, kv_len, _ = v_BGKE.shape
     mask_batch, mask_heads, slots, _ = intervals.starts.shape
     launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
-    replica_heads = heads // instance.pack if mask_heads == 1 else 1
-    replicas = replica_heads * (batch if mask_batch == 1 else 1)
-    group = heads // kv_heads
-    kv_bytes = kv_len * (instance.head_dim + instance.v_dim) * 2
-    section = min(replicas, max(1, _L2_BYTES // kv_bytes) * (group // instance.pack))
-    items = schedule.row_tiles * replicas
-    grid = min(items, max(1, launcher.multiprocessors - sm_margin))
+    columns, sms = instance.head_dim + instance.v_dim, launcher.multiprocessors - sm_margin
+    shares = deal(schedule, q_BHQD, v_BGKE, intervals.starts, instance.pack, columns, sms)
     stream = torch._C._cuda_getCurrentRawStream(q_BHQD.device.index)
     params = launcher.params
     for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)):
@@ -173,7 +166,7 @@ def launch_gradient_q(
         row_shift,
         row_delta,
         dq_BHQD.data_ptr(),
-        work_counter if items > grid else 0,
+        work_counter if shares.items > shares.grid else 0,
         split,
         *dq_BHQD.stride()[:3],
         *scales,
@@ -181,17 +174,17 @@ def launch_gradient_q(
         kv_len,
         padded_rows,
         heads,
-        group,
+        heads // kv_heads,
         head_dim,
         slots,
         mask_batch,
         mask_heads,
         schedule.row_tiles,
-        replicas,
-        replica_heads,
-        section,
+        shares.replicas,
+        shares.replica_heads,
+        shares.section,
         *(score_values or launcher.no_steps),
         *bit_tile_values(bit_tiles),
         schedule.count.data_ptr(),
     )
-    launcher.kernel.launch(grid, _THREADS, params, stream)
+    launcher.kernel.launch(shares.grid, _THREADS, params, stream)

@@ -1,12 +1,14 @@
 """A tile plan in the form the Hopper kernels read: row tiles in working order, with their runs.
 
-Shape legend: B mask batch, H mask head, N row tiles over all B and H, P partial runs.
+Shape legend: B mask batch, H mask head, N row tiles over all B and H, P partial runs; Q
+query rows, D head dim, G key/value heads, K keys, E value head dim, R intervals of a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from magi_flex.kernels.cuda_driver import on_device
 from magi_flex.tiles import TilePlan
 
 _LANES = 128
+# Keys and values of the heads that are worked on together should stay in L2 (50 MB on an H100, 60 MB on an H200).
+_L2_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,45 @@ class Schedule:
     @property
     def row_tiles(self) -> int:
         return self.tile_rows.shape[0]
+
+
+class Shares(NamedTuple):
+    """How the row tiles of a schedule are dealt to a kernel's blocks, for every batch entry and (packed) head.
+
+    Attributes:
+        replicas: how often a row tile is worked on: heads and batch entries that share its mask.
+        replica_heads: heads among them.
+        section: replicas in working order whose keys and values the second-level cache holds together.
+        items: row tiles times replicas.
+        grid: blocks, each on a multiprocessor of its own.
+    """
+
+    replicas: int
+    replica_heads: int
+    section: int
+    items: int
+    grid: int
+
+
+def deal(
+    schedule: Schedule,
+    q_BHQD: Tensor,
+    v_BGKE: Tensor,
+    starts_BHRQ: Tensor,
+    pack: int,
+    columns: int,
+    multiprocessors: int,
+) -> Shares:
+    """``starts``: of the mask's intervals; ``pack``: heads of a row tile; ``columns``: of a key and its value, as the
+    kernel loads them; ``multiprocessors``: that may be used."""
+    batch, heads = q_BHQD.shape[:2]
+    _, kv_heads, kv_len, _ = v_BGKE.shape
+    mask_batch, mask_heads = starts_BHRQ.shape[:2]
+    replica_heads = heads // pack if mask_heads == 1 else 1
+    replicas = replica_heads * (batch if mask_batch == 1 else 1)
+    section = min(replicas, max(1, _L2_BYTES // (kv_len * columns * 2)) * (heads // kv_heads // pack))
+    items = schedule.row_tiles * replicas
+    return Shares(replicas, replica_heads, section, items, min(items, max(1, multiprocessors)))
 
 
 def make_schedule(plan: TilePlan, narrow_tile: int) -> Schedule:
