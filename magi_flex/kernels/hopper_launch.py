@@ -20,6 +20,7 @@ from magi_flex.kernels.request import AttentionOutput, AttentionRequest
 from magi_flex.kernels.triton_configs import padded
 from magi_flex.kernels.triton_launch import (
     gradient_of,
+    has_unit_stride,
     index_maps,
     mask_constants,
     mask_tensors,
@@ -45,8 +46,15 @@ def serves(request: AttentionRequest, *others: Tensor) -> bool:
         # Of heads that share keys, masks that differ would need the fixed grid.
         and (request.plan.starts.shape[1] == 1 or q.shape[1] == k.shape[1])
         and pays(q)
-        and all(is_tma_ready(unit_stride(x)) for x in (q, k, v, *others))
+        and all(_is_ready(x) for x in (q, k, v, *others))
     )
+
+
+def _is_ready(x: Tensor) -> bool:
+    """Whether TMA takes ``x``, or the copy that :func:`unit_stride` makes of it."""
+    if has_unit_stride(x):
+        return is_tma_ready(x)
+    return x.shape[-1] * x.element_size() % 16 == 0
 
 
 def pays(q: Tensor) -> bool:

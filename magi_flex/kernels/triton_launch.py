@@ -26,9 +26,13 @@ from magi_flex.mask_plan import MaskPlan
 _ROW_BYTES = 1 << 13  # of a block of rows in the kernels that only read and add
 
 
+def has_unit_stride(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """``x``, or a copy whose last dimension is contiguous, which is all that the kernels ask for."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if has_unit_stride(x) else x.contiguous()
 
 
 @functools.cache
