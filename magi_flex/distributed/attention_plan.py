@@ -22,7 +22,7 @@ from magi_flex.distributed.mask_forms import to_plan
 from magi_flex.distributed.native_exchange import MULTIPROCESSORS
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels.request import AttentionGradients, AttentionRequest, Backend, ScoreProgram
+from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, Backend, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 
@@ -176,6 +176,33 @@ class SharedAttention:
     timeline: Timeline | None = None
     prefetch: int = PREFETCH
     max_score: bool = True
+
+    def forward(
+        self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, needs_backward: bool = True, keep_keys: bool = False
+    ) -> tuple[AttentionOutput, list[list[Tensor]]]:
+        """The output of the rank's rows and, if ``keep_keys``, keys and values for :meth:`backward`.
+
+        k and v hold the rank's own keys.  ``out`` has q's dtype and stride order.
+
+        Raises:
+            ValueError: shapes that do not match the plan.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        kept: Sequence[Sequence[Tensor]] | None = None,
+    ) -> AttentionGradients:
+        """Gradients of the rank's q, k, v, and this rank's part of those of the score mod's captures (to be summed
+        over the group).  ``kept``: what forward kept; None fetches the keys again."""
+        raise NotImplementedError
 
     def _check(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> None:
         rows, keys = self.plan.rows.shape[0], self.plan.keys.shape[0]

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magi_flex.distributed import context_mask
+from magi_flex.distributed.attention_plan import SharedAttention
 from magi_flex.distributed.context_mask import ContextMask
 from magi_flex.distributed.cost_model import Shape
 from magi_flex.distributed.head_groups import GroupedAttention
@@ -148,7 +149,7 @@ def _staged(
     backend: str,
     backward: bool,
     max_score: bool = False,
-) -> tuple[ContextMask, StagedAttention | GroupedAttention]:
+) -> tuple[ContextMask, SharedAttention]:
     mask, batch_offset, head_offset = context_mask.find(handle)
     if not score.is_identity:
         indices = IndexMap(b_offset=batch_offset, h_offset=head_offset)

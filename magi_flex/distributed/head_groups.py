@@ -49,13 +49,6 @@ class GroupedAttention(SharedAttention):
     def forward(
         self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, needs_backward: bool = True, keep_keys: bool = False
     ) -> tuple[AttentionOutput, list[list[Tensor]]]:
-        """The output of the rank's rows and, if ``keep_keys``, all keys and values for :meth:`backward`.
-
-        k and v hold the rank's own keys.  ``out`` has q's dtype and stride order.
-
-        Raises:
-            ValueError: shapes that do not match the plan.
-        """
         self._check(q_BHQD, k_BGKD, v_BGKE)
         shape = (*q_BHQD.shape[:3], v_BGKE.shape[3])
         out = empty_in_order(q_BHQD, shape, fill_order(q_BHQD))
@@ -86,8 +79,6 @@ class GroupedAttention(SharedAttention):
         d_lse: Tensor | None,
         kept: Sequence[Sequence[Tensor]] | None = None,
     ) -> AttentionGradients:
-        """Gradients of the rank's q, k, v, and this rank's part of those of the score mod's captures (to be summed
-        over the group).  ``kept``: what forward kept; None fetches the keys again."""
         self._check(q_BHQD, k_BGKD, v_BGKE)
         dq, dk, dv = (empty_in_order(x, x.shape, fill_order(x)) for x in (q_BHQD, k_BGKD, v_BGKE))
         captured: list[Tensor | None] = [None] * len(self.score.captures)

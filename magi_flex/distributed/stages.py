@@ -34,13 +34,6 @@ class StagedAttention(SharedAttention):
     def forward(
         self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, needs_backward: bool = True, keep_keys: bool = False
     ) -> tuple[AttentionOutput, list[list[Tensor]]]:
-        """The output of the rank's rows and, if ``keep_keys``, the remote keys and values for :meth:`backward`.
-
-        k and v hold the rank's own keys.  ``out`` has q's dtype and stride order.
-
-        Raises:
-            ValueError: shapes that do not match the plan.
-        """
         self._check(q_BHQD, k_BGKD, v_BGKE)
         batch, heads, q_len, _ = q_BHQD.shape
         wide = wide_dtype(q_BHQD)
@@ -160,8 +153,6 @@ class StagedAttention(SharedAttention):
         d_lse: Tensor | None,
         kept: Sequence[Sequence[Tensor]] | None = None,
     ) -> AttentionGradients:
-        """Gradients of the rank's q, k, v, and this rank's part of those of the score mod's captures (to be summed
-        over the group).  ``kept``: what forward kept; None fetches the keys again."""
         self._check(q_BHQD, k_BGKD, v_BGKE)
         wide = wide_dtype(q_BHQD)
         dq: Tensor | None = None
