@@ -37,7 +37,7 @@ from inductor_lowering.capture import trace_mask_mod
 from magi_flex import mods
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.kernels.route import facts_of, route
-from magi_flex.op_specs import MaskSpec, ScoreSpec, split_captures
+from magi_flex.op_specs import CallSpec, MaskSpec, ScoreSpec, split_captures
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 WAYS = ("kernel", "request", "op", "plan", "eager", "compiled", "graph", "new mask")
@@ -104,8 +104,8 @@ def parts_of_a_call(leaves: list[Tensor], mask: Any, backward: bool, backend: st
     spec = MaskSpec(program.to_json(), order).to_json()
     plan_arguments = (tensors, ints, spec, 1, HEADS, size, size, q.device)
     handle = torch.ops.magi_flex.plan_handle.default(*plan_arguments)
-    shared = (handle, tensors, ints, spec, [], [], ScoreSpec().to_json(), DIM**-0.5, backend)
-    order4 = [3, 2, 1, 0]
+    carried = (handle, tensors, ints, spec)
+    order = (3, 2, 1, 0)
     forward = kernel.forward(request)
 
     def request_and_route() -> object:
@@ -114,15 +114,16 @@ def parts_of_a_call(leaves: list[Tensor], mask: Any, backward: bool, backend: st
 
     if backward:
         given = (q, k, v, forward.out, forward.lse, d_out, None)
-        orders = (order4, order4, order4)
+        call = CallSpec(ScoreSpec(), backend, (order, order, order)).to_json()
         return {
             "kernel": lambda: kernel.backward(request, forward.out, forward.lse, d_out, None),
-            "op": lambda: torch.ops.magi_flex.attention_backward.default(*given, *shared, *orders),
+            "op": lambda: torch.ops.magi_flex.attention_backward.default(*given, *carried, call, DIM**-0.5),
         }
+    call = CallSpec(ScoreSpec(), backend, (order,)).to_json()
     return {
         "kernel": lambda: kernel.forward(request),
         "request": request_and_route,
-        "op": lambda: torch.ops.magi_flex.attention.default(q, k, v, *shared, True, order4, False),
+        "op": lambda: torch.ops.magi_flex.attention.default(q, k, v, *carried, call, DIM**-0.5),
         "plan": lambda: torch.ops.magi_flex.plan_handle.default(*plan_arguments),
     }
 

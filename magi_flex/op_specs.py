@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from inductor_lowering.packed_labels import LabelledIntervals
 
 logger = logging.getLogger("magi_flex")
+Inputs = tuple[Sequence[Any], Sequence[Any]]  # tensors and ints
 
 
 def split_captures(captures: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -47,6 +48,12 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
     """The inverse of :func:`split_captures`."""
     remaining = {"t": iter(tensors), "i": iter(ints)}
     return tuple(next(remaining[kind]) for kind in order)
+
+
+def split_last(order: str, tensors: Sequence[Any], ints: Sequence[Any]) -> tuple[Inputs, Inputs]:
+    """The tensors and ints before those that ``order`` tells of, and these, which are the last ones."""
+    first_tensor, first_int = len(tensors) - order.count("t"), len(ints) - order.count("i")
+    return (tensors[:first_tensor], ints[:first_int]), (tensors[first_tensor:], ints[first_int:])
 
 
 @dataclass(frozen=True)
@@ -138,11 +145,9 @@ class MaskSpec:
 
         if self.selection is None:
             return BuiltMask(self._mask_plan(tensors, ints, sizes, device))
-        mask_tensors, mask_ints = (
-            values[: len(values) - self.selection_order.count(kind)] for kind, values in (("t", tensors), ("i", ints))
-        )
-        captures = join_captures(self.selection_order, tensors[len(mask_tensors) :], ints[len(mask_ints) :])
-        plan = self._mask_plan(mask_tensors, mask_ints, sizes, device)
+        own, selected_by = split_last(self.selection_order, tensors, ints)
+        captures = join_captures(self.selection_order, *selected_by)
+        plan = self._mask_plan(*own, sizes, device)
         try:
             return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, *sizes[:2]))
         except (IndexError, UnsupportedMask) as error:
@@ -369,15 +374,6 @@ class ScoreSpec:
     needs_grad: tuple[bool, ...] = ()
     recipe: str | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def from_json(text: str) -> ScoreSpec:
-        record = json.loads(text)
-        return ScoreSpec(**{**record, "needs_grad": tuple(record["needs_grad"])})
-
     def build(
         self,
         tensors: Sequence[Tensor],
@@ -404,6 +400,42 @@ class ScoreSpec:
             captures=captures,
             needs_grad=self.needs_grad,
         )
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """A call apart from its tensors, its mask and its scale.
+
+    One string for all of it: each argument of an op costs time in every call.
+
+    Attributes:
+        score: the score mod, whose captures are the last of the call's tensors and ints.
+        backend: "auto" or the name of a backend.
+        orders: fill orders (layout.py) of the results: of out, or of dq, dk and dv.
+        needs_backward, max_score: of a forward call, whether a backward will follow, and whether anybody reads the
+            largest scores.
+    """
+
+    score: ScoreSpec
+    backend: str
+    orders: tuple[tuple[int, ...], ...]
+    needs_backward: bool = True
+    max_score: bool = False
+
+    @property
+    def forward_settings(self) -> tuple[str, bool, tuple[int, ...], bool]:
+        """As run_forward takes them: backend, needs_backward, out_order, max_score."""
+        return self.backend, self.needs_backward, self.orders[0], self.max_score
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_json(text: str) -> CallSpec:
+        record = json.loads(text)
+        score = ScoreSpec(**{**record["score"], "needs_grad": tuple(record["score"]["needs_grad"])})
+        return CallSpec(**{**record, "score": score, "orders": tuple(map(tuple, record["orders"]))})
 
 
 @functools.lru_cache(maxsize=1024)
