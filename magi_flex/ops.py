@@ -27,7 +27,7 @@ from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
-from magi_flex.kernels.request import AttentionRequest, ScoreProgram
+from magi_flex.kernels.request import IDENTITY, AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import BuiltMask, CallSpec, LabelledMask, MaskSpec, ScoreSpec, split_last
@@ -306,13 +306,16 @@ def _with_plan(
     score: ScoreSpec,
 ) -> tuple[MaskPlan, ScoreProgram]:
     """(plan, score program); the plan is built again if there is none with this handle (any more)."""
-    of_mask, of_score = split_last(score.order, tensors, ints)
     sizes = (*q.shape[:3], k.shape[2])
 
     def build() -> BuiltMask:
+        of_mask, _ = split_last(score.order, tensors, ints)
         return MaskSpec.from_json(mask).build(*of_mask, *sizes, q.device)
 
     built = build() if handle is None else plan_memo.of_handle(handle, (mask, *sizes), build)
+    if score.forward is None:
+        return built.plan, IDENTITY
+    _, of_score = split_last(score.order, tensors, ints)
     return built.plan, score.build(*of_score, sizes, q.device, built.selected)
 
 

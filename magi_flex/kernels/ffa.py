@@ -138,7 +138,7 @@ class FfaBackend(Backend):
         batch, heads, q_len, _ = q.shape
         shape = torch.Size((batch, heads, q_len, v.shape[3]))
         out = empty_like_filled(q, shape, torch.float32 if request.wide_results else q.dtype)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        lse = q.new_empty(shape[:3], dtype=torch.float32)
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))

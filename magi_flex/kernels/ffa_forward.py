@@ -212,7 +212,7 @@ class ForwardLaunch:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         next_item = 0
         if self._counts_items:
-            counter = torch.empty(1, dtype=torch.int32, device=self._device)
+            counter = lse_BHQ.new_empty(1, dtype=torch.int32)
             cuda_driver.fill_zero(counter, stream)
             next_item = counter.data_ptr()
         out = out_BHQE.data_ptr()
