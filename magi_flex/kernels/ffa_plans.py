@@ -58,6 +58,8 @@ def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:
     def build() -> bool | Tensor:
         if isinstance(plan.structure, Band):
             return plan.structure.area(plan.q_len, plan.kv_len) < limit * plan.q_len
+        if plan.outline is not None:
+            return plan.outline.area < limit * plan.starts[:, :, 0].numel()
         keys = (plan.ends - plan.starts).clamp_(min=0).sum(dtype=torch.int64)
         few = keys < limit * plan.starts[:, :, 0].numel()
         return few.int().view(1) if has_room(plan) else bool(few)
