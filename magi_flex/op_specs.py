@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
+from magi_flex import plan_memo
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
@@ -162,6 +163,9 @@ class MaskSpec:
 
         batch, heads, q_len, kv_len = sizes
         own = self if self.selection is None else replace(self, selection=None, selection_order="")
+        if self.lists and self._has_its_own_lists(tensors, ints, sizes):
+            own = replace(own, lists=False, full_lists=False)
+            return own._mask_plan(tensors[self._list_count :], ints[2:], sizes, device)
         # (Without lists plan_with_report tries the same.)
         if self.lists and objection(device, has_bit_tiles=False) is None:
             intervals = own._quick_intervals(tensors, ints, sizes, device)
@@ -184,6 +188,20 @@ class MaskSpec:
         program = _program(self.program)
         plan = plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
         return plan if device.type == "cpu" else _without_shared_memory(plan, tensors)
+
+    def _has_its_own_lists(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes) -> bool:
+        """Whether the block lists were made from this mask's plan (:func:`note_lists`), so that they change nothing."""
+        from inductor_lowering.canonical import find_canonical
+
+        if self.program is None:
+            return False
+        count = self._list_count
+        captures = join_captures(self.order, tensors[count:], ints[2:])
+        canonical = find_canonical(_program(self.program), captures)
+        if canonical is None:
+            return False
+        plan = [captures[i] for i in astuple(canonical) if i is not None]
+        return plan_memo.known((*tensors[:count], *plan), _made_for(ints[:2], sizes[2:])) is not None
 
     def _quick_intervals(
         self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
@@ -325,6 +343,23 @@ class MaskSpec:
         count = self._list_count
         listed = [listed_blocks(*tensors[i : i + 2], block_size, *sizes[2:]) for i in range(0, count, 2)]
         return block_size, listed[0], listed[1] if self.full_lists else None
+
+
+def note_lists(
+    lists: Sequence[Tensor], plan: Sequence[Tensor], block_size: Sequence[int], lengths: Sequence[int]
+) -> None:
+    """Remember, as long as these tensors hold what they hold, that the block lists were made from a plan.
+
+    Args:
+        lists: kv_num_blocks, kv_indices, and the two of full blocks if there are any.
+        plan: what a CanonicalMaskMod captures.
+        lengths: of queries and keys.
+    """
+    plan_memo.note((*lists, *plan), _made_for(block_size, lengths), True)
+
+
+def _made_for(block_size: Sequence[int], lengths: Sequence[int]) -> Hashable:
+    return "lists of a plan", *block_size, *lengths
 
 
 def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:

@@ -1,4 +1,5 @@
-"""Plans that forward, backward and several layers share: kept as long as a tensor that stands for them is alive.
+"""Plans that forward, backward and several layers share, and other things known of masks: kept as long as a tensor
+that stands for them is alive.
 
 A key is only a memo.  Whoever asks passes what the plan was made from, and builds it again if the key is unknown (the
 tensor was copied, or comes from another process).
@@ -10,19 +11,23 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from magi_flex.op_specs import BuiltMask
+if TYPE_CHECKING:
+    from magi_flex.op_specs import BuiltMask
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Entry:
     owner: StorageWeakRef
-    mask: BuiltMask
+    value: Any
     contents: tuple[Tensor, ...] = ()
 
 
@@ -63,36 +68,53 @@ def storage_key(owner: Tensor) -> int:
     return owner.untyped_storage()._cdata
 
 
-def remember(key: Hashable, owner: Tensor, mask: BuiltMask, contents: tuple[Tensor, ...] = ()) -> None:
-    """Keep ``mask`` under ``key`` until ``owner``'s memory is freed."""
+def remember(key: Hashable, owner: Tensor, value: Any, contents: tuple[Tensor, ...] = ()) -> None:
+    """Keep ``value`` under ``key`` until ``owner``'s memory is freed."""
     with _lock:
         for old in [k for k, entry in _entries.items() if entry.owner.expired()]:
             del _entries[old]
-        _entries[key] = _Entry(StorageWeakRef(owner.untyped_storage()), mask, contents)
+        _entries[key] = _Entry(StorageWeakRef(owner.untyped_storage()), value, contents)
 
 
-def recall(key: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
-    """The plan under ``key``, or a new one if there is none (any more)."""
+def recall(key: Hashable, build: Callable[[], T]) -> T:
+    """What is kept under ``key``, or a new one if there is nothing (any more)."""
     entry = _find(key)
-    return build() if entry is None else entry.mask
+    return build() if entry is None else entry.value
 
 
-def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
-    """The plan that was made before from these very tensors with the same contents, or a new one.
+def shared(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], T]) -> T:
+    """What was made before from these very tensors with the same contents, or a new one."""
+    value = known(tensors, identity)
+    if value is None:
+        value = build()
+        note(tensors, identity, value)
+    return value
+
+
+def note(tensors: Sequence[Tensor], identity: Hashable, value: Any) -> None:
+    """Keep ``value`` (not None) for :func:`known`, as long as the first tensor's memory lives.
+
+    Not for large tensors (``_MOST_BYTES``): their contents are copied.
+    """
+    if tensors and sum(x.nbytes for x in tensors) <= _MOST_BYTES:
+        contents = (piece.clone() if piece.device.type == "cpu" else piece for piece in _pieces(tensors))
+        remember(_key(tensors, identity), tensors[0], value, tuple(contents))
+
+
+def known(tensors: Sequence[Tensor], identity: Hashable) -> Any | None:
+    """What was noted for these very tensors, if they still hold the same contents; else None.
 
     Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy,
-    the static memory of CUDA graphs).  Large ones (``_MOST_BYTES``) are not copied, and their plan is not kept.
+    the static memory of CUDA graphs).
     """
-    if not tensors or sum(x.nbytes for x in tensors) > _MOST_BYTES:
-        return build()
-    key = (identity, *[(storage_key(x), x.dtype, x.shape, x.device) for x in tensors])
-    entry = _find(key)
-    if entry is not None and all(map(torch.equal, _pieces(tensors), entry.contents)):
-        return entry.mask
-    mask = build()
-    contents = (piece.clone() if piece.device.type == "cpu" else piece for piece in _pieces(tensors))
-    remember(key, tensors[0], mask, tuple(contents))
-    return mask
+    entry = _find(_key(tensors, identity))
+    if entry is None or not all(map(torch.equal, _pieces(tensors), entry.contents)):
+        return None
+    return entry.value
+
+
+def _key(tensors: Sequence[Tensor], identity: Hashable) -> Hashable:
+    return identity, *[(storage_key(x), x.dtype, x.shape, x.device) for x in tensors]
 
 
 def _find(key: Hashable) -> _Entry | None:
