@@ -163,9 +163,11 @@ class MaskSpec:
 
         batch, heads, q_len, kv_len = sizes
         own = self if self.selection is None else replace(self, selection=None, selection_order="")
-        if self.lists and self._has_its_own_lists(tensors, ints, sizes):
-            own = replace(own, lists=False, full_lists=False)
-            return own._mask_plan(tensors[self._list_count :], ints[2:], sizes, device)
+        if self.lists:
+            check_mask_shape(tensors[0].shape[:2], batch, heads)
+            if self._has_its_own_lists(tensors, ints, sizes):
+                own = replace(own, lists=False, full_lists=False)
+                return own._mask_plan(tensors[self._list_count :], ints[2:], sizes, device)
         # (Without lists plan_with_report tries the same.)
         if self.lists and objection(device, has_bit_tiles=False) is None:
             intervals = own._quick_intervals(tensors, ints, sizes, device)
@@ -176,7 +178,6 @@ class MaskSpec:
             count = self._list_count
             lists, tensors = tensors[:count], tensors[count:]
             block_size, ints = (ints[0], ints[1]), ints[2:]
-            check_mask_shape(lists[0].shape[:2], batch, heads)
             if self.program is None:
                 return plan_from_lists(*lists, *[None] * (4 - count), block_size, q_len, kv_len)
             partial = BlockRows.from_lists(lists[0], lists[1], block_size, q_len, kv_len)

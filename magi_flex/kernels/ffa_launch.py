@@ -1,7 +1,4 @@
-"""What launches of the Hopper kernels have in common.
-
-Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D query/key head dim, E value head dim.
-"""
+"""What launches of the Hopper kernels have in common."""
 
 from __future__ import annotations
 
