@@ -22,6 +22,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
+from magi_flex.kernels.cuda_driver import current_stream
 from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
@@ -366,15 +367,18 @@ def _made_for(block_size: Sequence[int], lengths: Sequence[int]) -> Hashable:
 def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
     """The plan of a call without a mask: the same one in every call, as there is nothing that it could follow.
 
-    One that is made while a CUDA graph is captured is filled by the graph's replays alone, so it is not kept.
+    One for each stream, since others would not wait until it is filled; one that is made while a CUDA graph is captured
+    is filled by the graph's replays alone, so it is not kept.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _full_plan.__wrapped__(q_len, kv_len, device)
-    return _full_plan(q_len, kv_len, device)
+    if device.type != "cuda":
+        return _full_plan(q_len, kv_len, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return _full_plan.__wrapped__(q_len, kv_len, device, 0)
+    return _full_plan(q_len, kv_len, device, current_stream(device))
 
 
 @functools.lru_cache(maxsize=8)
-def _full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
+def _full_plan(q_len: int, kv_len: int, device: torch.device, stream: int) -> MaskPlan:
     with torch.inference_mode(False), unset_fake_temporarily():
         return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
 

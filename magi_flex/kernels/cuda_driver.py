@@ -107,7 +107,7 @@ class Kernel:
 
         Args:
             params: the parameter; the driver copies it before this returns.
-            stream: a CUstream as an int (``torch.cuda.current_stream().cuda_stream``).
+            stream: a CUstream as an int (:func:`current_stream`).
             overlap_previous: may start before the previous kernel of the stream is complete (programmatic dependent
                 launch); the kernel itself must wait (griddepcontrol.wait) before it touches that kernel's results.
         """
@@ -240,6 +240,16 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _NOTHING
     return torch.cuda.device(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream of a GPU, as :meth:`Kernel.launch` takes it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def capture_id(stream: int) -> int | None:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
+from magi_flex.kernels.cuda_driver import is_tma_ready, multiprocessors, on_device
 from magi_flex.kernels.ffa_backward import BackwardInstance, BackwardLaunch, GradientQ, TwoKernels
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
 from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
-from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_plans import (
     backward_schedule,
     contiguous_bit_tiles,
@@ -256,7 +255,7 @@ def _forward_launch(
     q, k, v, scale = _ready(request.q, request.k, request.v, scale, score)
     copies = not all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True))
     batch, heads, q_len, _ = q.shape
-    processors = multiprocessors(q.device.index)
+    processors = multiprocessors(q.device)
     instance = forward_instance(
         q.dtype,
         q.shape[3],
@@ -358,7 +357,7 @@ def _backward_kernels(
     instance = instance_of(fixed_order)
     few: bool | Tensor = False
     items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
-    enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
+    enough = items >= _LEAST_ITEMS * multiprocessors(q.device)
     if instance.sum_dq and score is None and plan.bit_tiles is None and enough:
         few = has_few_keys(plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
     if few is True:

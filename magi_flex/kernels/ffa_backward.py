@@ -28,7 +28,6 @@ from magi_flex.kernels.ffa_launch import (
     SCALE,
     bit_tile_values,
     kernel_dtype,
-    multiprocessors,
 )
 from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
@@ -292,7 +291,7 @@ class BackwardLaunch:
     ) -> None:
         """Fill ``dq``, ``dk`` and ``dv`` on the current stream; ``lse`` (log2 domain) and ``d_lse`` are contiguous
         float32."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = cuda_driver.current_stream(self._device)
         floats = torch.empty(self._row_floats + self._block_floats, dtype=torch.float32, device=self._device)
         row_shift = floats.data_ptr()
         row_delta, work_counters = row_shift + 4 * self._head_rows, row_shift + 8 * self._head_rows
@@ -366,7 +365,7 @@ class _MainLaunch:
         visited = 2 * instance.pack * (instance.head_dim + instance.v_dim) + 4 * instance.head_dim * instance.sum_dq
         section = min(replicas, max(1, _L2_BYTES // (q_len * visited)))
         self._shares_keys = parts > 1
-        self._grid = min(entries * replicas, max(1, multiprocessors(q_BHQD.device.index) - sm_margin))
+        self._grid = min(entries * replicas, max(1, cuda_driver.multiprocessors(q_BHQD.device) - sm_margin))
         self._params.set_rest(
             *_plan_pointers(plan),
             plan.full_ptr.data_ptr(),

@@ -17,7 +17,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import BIT_TILES, SCALE, bit_tile_values, kernel_dtype, multiprocessors
+from magi_flex.kernels.ffa_launch import BIT_TILES, SCALE, bit_tile_values, kernel_dtype
 from magi_flex.kernels.ffa_schedule import Schedule, deal
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
@@ -145,7 +145,7 @@ class GradientQLaunch:
         _, heads, q_len, head_dim = q_BHQD.shape
         _, kv_heads, kv_len, _ = v_BGKE.shape
         mask_batch, mask_heads, slots, _ = intervals.starts.shape
-        columns, sms = instance.head_dim + instance.v_dim, multiprocessors(q_BHQD.device.index) - sm_margin
+        columns, sms = instance.head_dim + instance.v_dim, cuda_driver.multiprocessors(q_BHQD.device) - sm_margin
         shares = deal(schedule, q_BHQD, v_BGKE, intervals.starts, instance.pack, columns, sms)
         self._grid = shares.grid
         self._counts_items = shares.items > shares.grid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 
@@ -13,11 +12,6 @@ from magi_flex.bit_tiles import BitTiles
 SCALE = struct.Struct("<f")
 BIT_TILES = "4Q4i"  # BitTileParams of the kernels, for the struct module
 LOG2_E = math.log2(math.e)
-
-
-@functools.lru_cache(maxsize=16)
-def multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def kernel_dtype(dtype: torch.dtype) -> str:
