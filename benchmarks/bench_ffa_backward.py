@@ -28,7 +28,7 @@ from benchmarks.workloads import MASKS, WINDOW, bounds, many_documents, shared_p
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.fa4 import Fa4Backend
 from magi_flex.kernels.ffa import FfaBackend, backward_instance, forward_schedule, gradient_q_instance
-from magi_flex.kernels.ffa_backward import GradientQ, launch_backward
+from magi_flex.kernels.ffa_backward import BackwardLaunch, GradientQ
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram, Softcap
 from magi_flex.mask_plan import MaskPlan
@@ -96,10 +96,9 @@ def measure(
         of_q = GradientQ(variant, forward_schedule(plan, variant))
 
     def ffa(schedule: BackwardSchedule) -> Work:
-        return lambda: launch_backward(
-            instance, q, k, v, forward.out, forward.lse, d_out, None, plan.intervals, schedule, scale, *results,
-            gradient_q=of_q,
-        )  # fmt: skip
+        given = (q, k, v, forward.out, d_out, *results)
+        launch = BackwardLaunch(instance, *given, plan.intervals, schedule, scale, gradient_q=of_q)
+        return lambda: launch(q, k, v, forward.out, forward.lse, d_out, None, *results)
 
     def whole(deterministic: bool, score: ScoreProgram) -> Work:
         request = AttentionRequest(q, k, v, plan, scale, score, deterministic)

@@ -85,7 +85,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     run = ops.runner_of(mask).run_forward
     out, lse, max_score = run(call.q, call.k, call.v, where, program, *settings, call.wants_max_score)
     if needs_backward and built is not None:
-        plan_memo.remember(plan_memo.storage_key(lse), lse, (mask, _sizes(call)), built)
+        plan_memo.remember((plan_memo.storage_key(lse), mask, _sizes(call)), lse, built)
     return out, lse, max_score
 
 
@@ -104,8 +104,8 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
     settings = (call.scale, backend, fill_order(call.q), fill_order(call.k), fill_order(call.v))
     built = None
     if not mask.sharded:
-        key, identity = plan_memo.storage_key(call.lse), (mask, _sizes(call))
-        built = plan_memo.recall(key, identity, lambda: _shared_mask(call, mask_inputs))
+        key = (plan_memo.storage_key(call.lse), mask, _sizes(call))
+        built = plan_memo.recall(key, lambda: _shared_mask(call, mask_inputs))
     where, program = _prepared(call, built, tensors, score, score_inputs)
     dq, dk, dv, wanted = ops.runner_of(mask).run_backward(*given, where, program, *settings)
     remaining = iter(wanted)

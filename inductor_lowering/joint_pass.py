@@ -28,6 +28,8 @@ from inductor_lowering.torch_compat import (
     rank_identity,
 )
 from inductor_lowering.translate import (
+    MaskInputs,
+    ScoreInputs,
     Stock,
     backend_choice,
     in_cuda_graph,
@@ -38,7 +40,7 @@ from inductor_lowering.translate import (
 )
 from magi_flex.kernels.layout import dense_order
 from magi_flex.kernels.tile_plans import builder_choice
-from magi_flex.op_specs import MaskSpec
+from magi_flex.op_specs import CallSpec, MaskSpec
 
 logger = logging.getLogger("magi_flex")
 
@@ -122,31 +124,15 @@ class _Rewriter:
     def _forward(self, node: Node, needs_backward: bool, score_grads: bool) -> None:
         call = HopCall.of_node(node)
         backend = backend_choice(call.kernel_options, self.backend)
-        (mask, mask_tensors, mask_ints), (score, score_tensors, score_ints) = translate(
-            call, self._submodule(call.block_mask.mask_mod), self._submodule(call.score_mod)
-        )
-        leave_to_faster_stock(call, mask, score, backend, needs_backward, score_grads)
+        mask, score = translate(call, self._submodule(call.block_mask.mask_mod), self._submodule(call.score_mod))
+        leave_to_faster_stock(call, mask[0], score[0], backend, needs_backward, score_grads)
         out, lse, max_score = node.meta["val"]
         wide = magi_flex.ops.stats_dtype(out.dtype)
         with self.graph.inserting_before(node):
-            op: Any = torch.ops.magi_flex.planned_attention.default
-            plan: tuple[Any, ...] | None = None
-            if in_cuda_graph(call, score, backend, needs_backward, score_grads):
-                labels = serves_labels(call, score, needs_backward, score_grads)
-                plan = self._intervals(node, call, mask, mask_tensors, mask_ints, labels)
-            if plan is None:
-                ops = torch.ops.magi_flex
-                op = (ops.sharded_attention if mask.sharded else ops.attention).default
-                plan = self._plan(node, call, mask, mask_tensors, mask_ints)
-            new = self.graph.call_function(
-                op,
-                (
-                    *(call.q, call.k, call.v),
-                    *plan,
-                    *(score_tensors, score_ints, score.to_json()),
-                    *(call.scale, backend, needs_backward, dense_order(out), call.wants_max_score),
-                ),
-            )
+            kind, inputs = self._inputs(node, call, mask, score, backend, needs_backward, score_grads)
+            op = getattr(torch.ops.magi_flex, f"{kind}attention").default
+            settings = CallSpec(score[0], backend, (tuple(dense_order(out)),), needs_backward, call.wants_max_score)
+            new = self.graph.call_function(op, (call.q, call.k, call.v, *inputs, settings.to_json(), call.scale))
         new.meta = {**node.meta, "val": (out, lse.to(wide), max_score.to(wide))}
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
@@ -172,28 +158,15 @@ class _Rewriter:
         slots = _captured_gradients(node)
         needs_grad = tuple(bool(slots.get(i)) for i in range(len(call.score_captures)))
         graphs = (self._submodule(x) for x in (call.block_mask.mask_mod, call.score_mod, call.joint_graph))
-        (mask, mask_tensors, mask_ints), (score, score_tensors, score_ints) = translate(call, *graphs, needs_grad)
-        leave_to_faster_stock(call, mask, score, backend, True, any(needs_grad))
+        mask, score = translate(call, *graphs, needs_grad)
+        leave_to_faster_stock(call, mask[0], score[0], backend, True, any(needs_grad))
         dq, dk, dv, captured = node.meta["val"]
+        given = (call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse)
         with self.graph.inserting_before(node):
-            op: Any = torch.ops.magi_flex.planned_attention_backward.default
-            plan: tuple[Any, ...] | None = None
-            if in_cuda_graph(call, score, backend, True, any(needs_grad)):
-                labels = serves_labels(call, score, True, any(needs_grad))
-                plan = self._intervals(node, call, mask, mask_tensors, mask_ints, labels)
-            if plan is None:
-                ops = torch.ops.magi_flex
-                op = (ops.sharded_attention_backward if mask.sharded else ops.attention_backward).default
-                plan = self._plan(node, call, mask, mask_tensors, mask_ints)
-            new = self.graph.call_function(
-                op,
-                (
-                    *(call.q, call.k, call.v, call.out, call.lse, call.d_out, call.d_lse),
-                    *plan,
-                    *(score_tensors, score_ints, score.to_json()),
-                    *(call.scale, backend, dense_order(dq), dense_order(dk), dense_order(dv)),
-                ),
-            )
+            kind, inputs = self._inputs(node, call, mask, score, backend, True, any(needs_grad))
+            op = getattr(torch.ops.magi_flex, f"{kind}attention_backward").default
+            settings = CallSpec(score[0], backend, tuple(tuple(dense_order(x)) for x in (dq, dk, dv)))
+            new = self.graph.call_function(op, (*given, *inputs, settings.to_json(), call.scale))
         wanted = [i for i, needed in enumerate(needs_grad) if needed]
         new.meta = {**node.meta, "val": (dq, dk, dv, [captured[i] for i in wanted])}
         for i, users in slots.items():
@@ -208,28 +181,50 @@ class _Rewriter:
 
     # ---- plans --------------------------------------------------------------------------------------------------
 
-    def _plan(
-        self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]
-    ) -> tuple[Any, ...]:
-        """The arguments for a mask's plan; its op is inserted at the graph's insertion point unless there is one."""
-        own = (tensors, ints, mask.to_json())
+    def _inputs(
+        self,
+        anchor: Node,
+        call: HopCall,
+        mask: MaskInputs,
+        score: ScoreInputs,
+        backend: str,
+        needs_backward: bool,
+        score_grads: bool,
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Which of the ops, by the beginning of their names, and what they take for the call's mods.
+
+        A plan's op is inserted at the graph's insertion point, unless there is one for this mask.
+        """
+        (mask_spec, mask_tensors, mask_ints), (score_spec, score_tensors, score_ints) = mask, score
+        if in_cuda_graph(call, score_spec, backend, needs_backward, score_grads):
+            labels = serves_labels(call, score_spec, needs_backward, score_grads)
+            plan = self._intervals(anchor, call, *mask, labels)
+            if plan is not None:
+                return "planned_", (*plan, score_tensors, score_ints)
+        handle = self._handle(anchor, call, *mask)
+        both = [*mask_tensors, *score_tensors], [*mask_ints, *score_ints]
+        return "sharded_" if mask_spec.sharded else "", (handle, *both, mask_spec.to_json())
+
+    def _handle(self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any]) -> Node | None:
+        """The handle of a mask's plan; None where there is none."""
         if mask.is_full or mask.sharded:
-            return (None, *own)
+            return None
         q, k = call.q.meta["val"], call.k.meta["val"]
         lengths = [*(self._size(call.q, q, dim) for dim in range(3)), self._size(call.k, k, 2)]
         key = (mask, tuple(tensors), tuple(ints), tuple(lengths), q.device)
         if key not in self.handles:
-            handle = self.graph.call_function(torch.ops.magi_flex.plan_handle.default, (*own, *lengths, q.device))
+            inputs = (tensors, ints, mask.to_json(), *lengths, q.device)
+            handle = self.graph.call_function(torch.ops.magi_flex.plan_handle.default, inputs)
             with _fake_mode(q):
                 handle.meta["val"] = torch.empty(1, dtype=torch.int64)
             _keep(handle, anchor)
             self.handles[key] = handle
-        return (self.handles[key], *own)
+        return self.handles[key]
 
     def _intervals(
         self, anchor: Node, call: HopCall, mask: MaskSpec, tensors: list[Node], ints: list[Any], labels: bool
     ) -> tuple[Any, ...] | None:
-        """The same for a plan that is all in tensors of the graph; None where its size depends on data.
+        """A plan that is all in tensors of the graph, and the block size; None where its size depends on data.
 
         ``labels``: whether a mask by labels may be such a plan.
         """

@@ -17,6 +17,7 @@ from inductor_lowering.to_intervals import plan_from_block_mask, plan_from_mask_
 from magi_flex.attn_slices import Ranges, plan_from_attn_slices
 from magi_flex.canonical_mask import CanonicalMaskMod
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.op_specs import note_lists
 from magi_flex.plan_blocks import block_area
 
 __all__ = ["CanonicalMaskMod", "block_mask_from_plan", "create_block_mask", "from_attn_slices", "plan"]
@@ -111,15 +112,11 @@ def block_mask_from_plan(
         full_BHNM = torch.zeros_like(full_BHNM)
     count_BHN, order_BHNM = _ordered((area_BHNM > 0) & ~full_BHNM)
     full_count_BHN, full_order_BHNM = _ordered(full_BHNM) if separate_full_blocks else (None, None)
-    return BlockMask.from_kv_blocks(
-        count_BHN,
-        order_BHNM,
-        full_count_BHN,
-        full_order_BHNM,
-        BLOCK_SIZE=(q_block, kv_block),
-        mask_mod=CanonicalMaskMod.from_plan(mask_plan),
-        seq_lengths=(mask_plan.q_len, mask_plan.kv_len),
-    )
+    mask_mod, lengths = CanonicalMaskMod.from_plan(mask_plan), (mask_plan.q_len, mask_plan.kv_len)
+    lists = (count_BHN, order_BHNM, full_count_BHN, full_order_BHNM)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod, seq_lengths=lengths)
+    note_lists([x for x in lists if x is not None], mask_mod.tensors, (q_block, kv_block), lengths)
+    return mask
 
 
 def plan(

@@ -68,6 +68,12 @@ class CanonicalMaskMod:
             RowIntervals(self.starts, self.ends, self.kv_len), None if bits is None else without_padding(bits)
         )
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it captures."""
+        bits = self.bit_tiles
+        return self.starts, self.ends, *(() if bits is None else (bits.row_ptr, bits.cols, bits.slot, bits.bits))
+
     def to(self, device: torch.device | str) -> CanonicalMaskMod:
         bits = self.bit_tiles
         if bits is not None:

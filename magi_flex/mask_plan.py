@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles, count_bits, pack_bits
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_outline import Outline
 from magi_flex.mask_structure import Structure
 from magi_flex.tiles import TilePlan, build_tile_plan
 
@@ -31,18 +32,20 @@ _BAND_ELEMENTS = 1 << 22  # dense elements that from_dense encodes at a time
 class MaskPlan:
     """An exact mask in O(tokens) memory.  Rows that have bit tiles have no intervals, and the other way round.
 
-    ``structure`` is given where it is known without looking at the intervals; None says nothing about the mask.
+    ``structure`` and ``outline`` are given where they are known without looking at the intervals; None says nothing
+    about the mask.
     ``memo`` holds what kernels derive from the plan, as long as it lives (``kernels/plan_cache.py``).
     """
 
     intervals: RowIntervals
     bit_tiles: BitTiles | None = None
     structure: Structure | None = None
+    outline: Outline | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are without the memo, which may hold what cannot leave the process."""
-        return MaskPlan, (self.intervals, self.bit_tiles, self.structure)
+        return MaskPlan, (self.intervals, self.bit_tiles, self.structure, self.outline)
 
     @staticmethod
     def from_dense(mask_BHQK: Tensor, max_intervals: int = CHEAP_INTERVALS) -> MaskPlan:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
+from magi_flex import plan_memo
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
+from magi_flex.kernels.cuda_driver import current_stream
 from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from inductor_lowering.packed_labels import LabelledIntervals
 
 logger = logging.getLogger("magi_flex")
+Inputs = tuple[Sequence[Any], Sequence[Any]]  # tensors and ints
 
 
 def split_captures(captures: Sequence[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -47,6 +50,12 @@ def join_captures(order: str, tensors: Sequence[Tensor], ints: Sequence[int]) ->
     """The inverse of :func:`split_captures`."""
     remaining = {"t": iter(tensors), "i": iter(ints)}
     return tuple(next(remaining[kind]) for kind in order)
+
+
+def split_last(order: str, tensors: Sequence[Any], ints: Sequence[Any]) -> tuple[Inputs, Inputs]:
+    """The tensors and ints before those that ``order`` tells of, and these, which are the last ones."""
+    first_tensor, first_int = len(tensors) - order.count("t"), len(ints) - order.count("i")
+    return (tensors[:first_tensor], ints[:first_int]), (tensors[first_tensor:], ints[first_int:])
 
 
 @dataclass(frozen=True)
@@ -138,11 +147,9 @@ class MaskSpec:
 
         if self.selection is None:
             return BuiltMask(self._mask_plan(tensors, ints, sizes, device))
-        mask_tensors, mask_ints = (
-            values[: len(values) - self.selection_order.count(kind)] for kind, values in (("t", tensors), ("i", ints))
-        )
-        captures = join_captures(self.selection_order, tensors[len(mask_tensors) :], ints[len(mask_ints) :])
-        plan = self._mask_plan(mask_tensors, mask_ints, sizes, device)
+        own, selected_by = split_last(self.selection_order, tensors, ints)
+        captures = join_captures(self.selection_order, *selected_by)
+        plan = self._mask_plan(*own, sizes, device)
         try:
             return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, *sizes[:2]))
         except (IndexError, UnsupportedMask) as error:
@@ -157,6 +164,11 @@ class MaskSpec:
 
         batch, heads, q_len, kv_len = sizes
         own = self if self.selection is None else replace(self, selection=None, selection_order="")
+        if self.lists:
+            check_mask_shape(tensors[0].shape[:2], batch, heads)
+            if self._has_its_own_lists(tensors, ints, sizes):
+                own = replace(own, lists=False, full_lists=False)
+                return own._mask_plan(tensors[self._list_count :], ints[2:], sizes, device)
         # (Without lists plan_with_report tries the same.)
         if self.lists and objection(device, has_bit_tiles=False) is None:
             intervals = own._quick_intervals(tensors, ints, sizes, device)
@@ -167,7 +179,6 @@ class MaskSpec:
             count = self._list_count
             lists, tensors = tensors[:count], tensors[count:]
             block_size, ints = (ints[0], ints[1]), ints[2:]
-            check_mask_shape(lists[0].shape[:2], batch, heads)
             if self.program is None:
                 return plan_from_lists(*lists, *[None] * (4 - count), block_size, q_len, kv_len)
             partial = BlockRows.from_lists(lists[0], lists[1], block_size, q_len, kv_len)
@@ -179,6 +190,20 @@ class MaskSpec:
         program = _program(self.program)
         plan = plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
         return plan if device.type == "cpu" else _without_shared_memory(plan, tensors)
+
+    def _has_its_own_lists(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes) -> bool:
+        """Whether the block lists were made from this mask's plan (:func:`note_lists`), so that they change nothing."""
+        from inductor_lowering.canonical import find_canonical
+
+        if self.program is None:
+            return False
+        count = self._list_count
+        captures = join_captures(self.order, tensors[count:], ints[2:])
+        canonical = find_canonical(_program(self.program), captures)
+        if canonical is None:
+            return False
+        plan = [captures[i] for i in astuple(canonical) if i is not None]
+        return plan_memo.known((*tensors[:count], *plan), _made_for(ints[:2], sizes[2:])) is not None
 
     def _quick_intervals(
         self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
@@ -322,18 +347,38 @@ class MaskSpec:
         return block_size, listed[0], listed[1] if self.full_lists else None
 
 
+def note_lists(
+    lists: Sequence[Tensor], plan: Sequence[Tensor], block_size: Sequence[int], lengths: Sequence[int]
+) -> None:
+    """Remember, as long as these tensors hold what they hold, that the block lists were made from a plan.
+
+    Args:
+        lists: kv_num_blocks, kv_indices, and the two of full blocks if there are any.
+        plan: what a CanonicalMaskMod captures.
+        lengths: of queries and keys.
+    """
+    plan_memo.note((*lists, *plan), _made_for(block_size, lengths), True)
+
+
+def _made_for(block_size: Sequence[int], lengths: Sequence[int]) -> Hashable:
+    return "lists of a plan", *block_size, *lengths
+
+
 def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
     """The plan of a call without a mask: the same one in every call, as there is nothing that it could follow.
 
-    One that is made while a CUDA graph is captured is filled by the graph's replays alone, so it is not kept.
+    One for each stream, since others would not wait until it is filled; one that is made while a CUDA graph is captured
+    is filled by the graph's replays alone, so it is not kept.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _full_plan.__wrapped__(q_len, kv_len, device)
-    return _full_plan(q_len, kv_len, device)
+    if device.type != "cuda":
+        return _full_plan(q_len, kv_len, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return _full_plan.__wrapped__(q_len, kv_len, device, 0)
+    return _full_plan(q_len, kv_len, device, current_stream(device))
 
 
 @functools.lru_cache(maxsize=8)
-def _full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
+def _full_plan(q_len: int, kv_len: int, device: torch.device, stream: int) -> MaskPlan:
     with torch.inference_mode(False), unset_fake_temporarily():
         return MaskPlan(RowIntervals.full(q_len, kv_len, device), structure=Band(None, None))
 
@@ -369,15 +414,6 @@ class ScoreSpec:
     needs_grad: tuple[bool, ...] = ()
     recipe: str | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def from_json(text: str) -> ScoreSpec:
-        record = json.loads(text)
-        return ScoreSpec(**{**record, "needs_grad": tuple(record["needs_grad"])})
-
     def build(
         self,
         tensors: Sequence[Tensor],
@@ -404,6 +440,42 @@ class ScoreSpec:
             captures=captures,
             needs_grad=self.needs_grad,
         )
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """A call apart from its tensors, its mask and its scale.
+
+    One string for all of it: each argument of an op costs time in every call.
+
+    Attributes:
+        score: the score mod, whose captures are the last of the call's tensors and ints.
+        backend: "auto" or the name of a backend.
+        orders: fill orders (layout.py) of the results: of out, or of dq, dk and dv.
+        needs_backward, max_score: of a forward call, whether a backward will follow, and whether anybody reads the
+            largest scores.
+    """
+
+    score: ScoreSpec
+    backend: str
+    orders: tuple[tuple[int, ...], ...]
+    needs_backward: bool = True
+    max_score: bool = False
+
+    @property
+    def forward_settings(self) -> tuple[str, bool, tuple[int, ...], bool]:
+        """As run_forward takes them: backend, needs_backward, out_order, max_score."""
+        return self.backend, self.needs_backward, self.orders[0], self.max_score
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_json(text: str) -> CallSpec:
+        record = json.loads(text)
+        score = ScoreSpec(**{**record["score"], "needs_grad": tuple(record["score"]["needs_grad"])})
+        return CallSpec(**{**record, "score": score, "orders": tuple(map(tuple, record["orders"]))})
 
 
 @functools.lru_cache(maxsize=1024)

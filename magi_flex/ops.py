@@ -1,10 +1,12 @@
 """The ops that a compiled graph calls: torch.ops.magi_flex.*
 
-They take a mask and a score mod as spec strings (op_specs.py) plus the tensors and ints these read, so that a graph
-from a compile cache holds everything.  They have no autograd formula: the compiled backward calls its own op.
+They take a mask and a call's settings as spec strings (op_specs.py) plus the tensors and ints that the mods read, so
+that a graph from a compile cache holds everything.  They have no autograd formula: the compiled backward calls its own
+op.
 
-Results have the strides that FlexAttention's ops promise, given as fill orders (fastest dimension first), so that the
-graph's and the kernel's idea of them cannot differ, whatever layout the compiler chooses for the inputs.
+Results have the strides that FlexAttention's ops promise, which a CallSpec gives as fill orders (fastest dimension
+first), so that the graph's and the kernel's idea of them cannot differ, whatever layout the compiler chooses for the
+inputs.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
-from magi_flex.kernels.request import AttentionRequest, ScoreProgram
+from magi_flex.kernels.request import IDENTITY, AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import BuiltMask, LabelledMask, MaskSpec, ScoreSpec
+from magi_flex.op_specs import BuiltMask, CallSpec, LabelledMask, MaskSpec, ScoreSpec, split_last
 
 _library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
 
@@ -36,19 +38,18 @@ _library.define(
     "plan_handle(Tensor[] tensors, SymInt[] ints, str spec, SymInt batch, SymInt heads, SymInt q_len, SymInt kv_len, "
     "Device device) -> Tensor"
 )
+# ``tensors`` and ``ints`` are those of the mask, then those of the score mod; ``mask`` a MaskSpec, ``call`` a CallSpec.
 # Where ranks share the sequence every rank has to take part, also one that has no rows, whose results nobody reads:
 # "sharded_" ops are the same with a side effect, so that no compiler drops them.
 for _name in ("", "sharded_"):
     _library.define(
-        f"{_name}attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, "
-        "str mask, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, str backend, "
-        "bool needs_backward, int[] out_order, bool max_score=True) -> (Tensor, Tensor, Tensor)",
+        f"{_name}attention(Tensor q, Tensor k, Tensor v, Tensor? plan, Tensor[] tensors, SymInt[] ints, str mask, "
+        "str call, float scale) -> (Tensor, Tensor, Tensor)",
         tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
     )
     _library.define(
         f"{_name}attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, "
-        "Tensor? d_lse, Tensor? plan, Tensor[] mask_tensors, SymInt[] mask_ints, str mask, Tensor[] score_tensors, "
-        "SymInt[] score_ints, str score, float scale, str backend, int[] q_order, int[] k_order, int[] v_order) "
+        "Tensor? d_lse, Tensor? plan, Tensor[] tensors, SymInt[] ints, str mask, str call, float scale) "
         "-> (Tensor, Tensor, Tensor, Tensor[])",
         tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
     )
@@ -63,15 +64,14 @@ _library.define(
     "-> Tensor[]"
 )
 _library.define(
-    "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, int[] block_size, Tensor[] score_tensors, "
-    "SymInt[] score_ints, str score, float scale, str backend, bool needs_backward, int[] out_order, "
-    "bool max_score=True) -> (Tensor, Tensor, Tensor)",
+    "planned_attention(Tensor q, Tensor k, Tensor v, Tensor[] intervals, int[] block_size, Tensor[] tensors, "
+    "SymInt[] ints, str call, float scale) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
 _library.define(
     "planned_attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, "
-    "Tensor[] intervals, int[] block_size, Tensor[] score_tensors, SymInt[] score_ints, str score, float scale, "
-    "str backend, int[] q_order, int[] k_order, int[] v_order) -> (Tensor, Tensor, Tensor, Tensor[])",
+    "Tensor[] intervals, int[] block_size, Tensor[] tensors, SymInt[] ints, str call, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -104,26 +104,12 @@ def plan_handle(
         return MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
 
     mask = plan_memo.shared(tensors, (spec, tuple(ints), batch, heads, q_len, kv_len, device), build)
-    key = plan_memo.new_key()
-    handle = torch.tensor([key], dtype=torch.int64, device="cpu")
-    plan_memo.remember(key, handle, (spec, batch, heads, q_len, kv_len), mask)
-    return handle
+    return plan_memo.new_handle((spec, batch, heads, q_len, kv_len), mask)
 
 
 @torch.library.register_fake("magi_flex::plan_handle", lib=_library)
 def _(tensors, ints, spec, batch, heads, q_len, kv_len, device):  # type: ignore[no-untyped-def]
     return torch.empty(1, dtype=torch.int64, device="cpu")
-
-
-def _built_mask(
-    handle: Tensor | None, tensors: Sequence[Tensor], ints: Sequence[int], spec: str, q: Tensor, k: Tensor
-) -> BuiltMask:
-    lengths = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-    def build() -> BuiltMask:
-        return MaskSpec.from_json(spec).build(tensors, ints, *lengths, q.device)
-
-    return build() if handle is None else plan_memo.recall(int(handle), (spec, *lengths), build)
 
 
 @torch.library.impl(_library, "plan_intervals", "CompositeExplicitAutograd")
@@ -310,59 +296,72 @@ def runner_of(mask: MaskSpec) -> Runner:
     return _sharded[0]
 
 
-def _prepared(
+def _with_plan(
     q: Tensor,
     k: Tensor,
-    plan: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask_ints: Sequence[int],
+    handle: Tensor | None,
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
     mask: str,
-    score_tensors: Sequence[Tensor],
-    score_ints: Sequence[int],
-    score: str,
-) -> tuple[Runner, MaskPlan | Tensor, ScoreProgram]:
-    """(who computes, plan or handle, score program)"""
-    spec = MaskSpec.from_json(mask)
-    if spec.sharded:
-        program = ScoreSpec.from_json(score).build(score_tensors, score_ints, None, q.device)
-        return runner_of(spec), mask_tensors[0], program
-    built = _built_mask(plan, mask_tensors, mask_ints, mask, q, k)
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device, built.selected)
-    return runner_of(spec), built.plan, program
+    score: ScoreSpec,
+) -> tuple[MaskPlan, ScoreProgram]:
+    """(plan, score program); the plan is built again if there is none with this handle (any more)."""
+    sizes = (*q.shape[:3], k.shape[2])
+
+    def build() -> BuiltMask:
+        of_mask, _ = split_last(score.order, tensors, ints)
+        return MaskSpec.from_json(mask).build(*of_mask, *sizes, q.device)
+
+    built = build() if handle is None else plan_memo.of_handle(handle, (mask, *sizes), build)
+    if score.forward is None:
+        return built.plan, IDENTITY
+    _, of_score = split_last(score.order, tensors, ints)
+    return built.plan, score.build(*of_score, sizes, q.device, built.selected)
 
 
-@torch.library.impl(_library, "sharded_attention", "CompositeExplicitAutograd")
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     plan: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask_ints: Sequence[int],
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
     mask: str,
-    score_tensors: Sequence[Tensor],
-    score_ints: Sequence[int],
-    score: str,
+    call: str,
     scale: float,
-    backend: str,
-    needs_backward: bool,
-    out_order: Sequence[int],
-    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    runner, where, program = _prepared(q, k, plan, mask_tensors, mask_ints, mask, score_tensors, score_ints, score)
-    return runner.run_forward(q, k, v, where, program, scale, backend, needs_backward, out_order, max_score)
+    spec = CallSpec.from_json(call)
+    found, program = _with_plan(q, k, plan, tensors, ints, mask, spec.score)
+    return run_forward(q, k, v, found, program, scale, *spec.forward_settings)
+
+
+@torch.library.impl(_library, "sharded_attention", "CompositeExplicitAutograd")
+def sharded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor | None,
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    mask: str,
+    call: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = CallSpec.from_json(call)
+    program = spec.score.build(tensors[1:], ints, None, q.device)  # which sees indices of the whole sequence
+    run = runner_of(MaskSpec.from_json(mask)).run_forward
+    return run(q, k, v, tensors[0], program, scale, *spec.forward_settings)
 
 
 @torch.library.register_fake("magi_flex::sharded_attention", lib=_library)
 @torch.library.register_fake("magi_flex::attention", lib=_library)
-def _(q, k, v, plan, mt, mi, mask, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
-    return _fake_forward(q, v, out_order)
+def _(q, k, v, plan, tensors, ints, mask, call, scale):  # type: ignore[no-untyped-def]
+    return _fake_forward(q, v, call)
 
 
-def _fake_forward(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    out = empty_in_order(q, (*q.shape[:3], v.shape[3]), out_order)
+def _fake_forward(q: Tensor, v: Tensor, call: str) -> tuple[Tensor, Tensor, Tensor]:
+    out = empty_in_order(q, (*q.shape[:3], v.shape[3]), *CallSpec.from_json(call).orders)
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
     return out, lse, torch.empty_like(lse)
 
@@ -387,26 +386,23 @@ def planned_attention(
     v: Tensor,
     intervals: Sequence[Tensor],
     block_size: Sequence[int],
-    score_tensors: Sequence[Tensor],
-    score_ints: Sequence[int],
-    score: str,
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    call: str,
     scale: float,
-    backend: str,
-    needs_backward: bool,
-    out_order: Sequence[int],
-    max_score: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``attention``, with all of the plan in tensors of the graph, so that it can be captured and replayed."""
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    """As ``attention``, with all of the plan in tensors of the graph, so that it can be captured and replayed;
+    ``tensors`` and ``ints`` are the score mod's alone."""
+    spec = CallSpec.from_json(call)
+    program = spec.score.build(tensors, ints, (*q.shape[:3], k.shape[2]), q.device)
     plan, scratch, labelled = _planned(intervals, block_size, q, k)
     with nothing_kept(plan, scratch):
-        return run_forward(q, k, v, plan, program, scale, backend, needs_backward, out_order, max_score, labelled)
+        return run_forward(q, k, v, plan, program, scale, *spec.forward_settings, labelled)
 
 
 @torch.library.register_fake("magi_flex::planned_attention", lib=_library)
-def _(q, k, v, intervals, block_size, st, si, score, scale, backend, needs_backward, out_order, max_score=True):  # type: ignore[no-untyped-def]
-    return _fake_forward(q, v, out_order)
+def _(q, k, v, intervals, block_size, tensors, ints, call, scale):  # type: ignore[no-untyped-def]
+    return _fake_forward(q, v, call)
 
 
 @torch.library.impl(_library, "planned_attention_backward", "CompositeExplicitAutograd")
@@ -420,31 +416,23 @@ def planned_attention_backward(
     d_lse: Tensor | None,
     intervals: Sequence[Tensor],
     block_size: Sequence[int],
-    score_tensors: Sequence[Tensor],
-    score_ints: Sequence[int],
-    score: str,
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    call: str,
     scale: float,
-    backend: str,
-    q_order: Sequence[int],
-    k_order: Sequence[int],
-    v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    program = ScoreSpec.from_json(score).build(score_tensors, score_ints, sizes, q.device)
+    spec = CallSpec.from_json(call)
+    program = spec.score.build(tensors, ints, (*q.shape[:3], k.shape[2]), q.device)
     plan, scratch, labelled = _planned(intervals, block_size, q, k)
     with nothing_kept(plan, scratch):
-        return run_backward(
-            *(q, k, v, out, lse, d_out, d_lse, plan, program, scale, backend),
-            *(q_order, k_order, v_order, labelled),
-        )
+        return run_backward(q, k, v, out, lse, d_out, d_lse, plan, program, scale, spec.backend, *spec.orders, labelled)
 
 
 @torch.library.register_fake("magi_flex::planned_attention_backward", lib=_library)
-def _(q, k, v, out, lse, d_out, d_lse, intervals, block_size, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
-    return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
+def _(q, k, v, out, lse, d_out, d_lse, intervals, block_size, tensors, ints, call, scale):  # type: ignore[no-untyped-def]
+    return _fake_backward(q, k, v, tensors, call)
 
 
-@torch.library.impl(_library, "sharded_attention_backward", "CompositeExplicitAutograd")
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def attention_backward(
     q: Tensor,
@@ -455,37 +443,52 @@ def attention_backward(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     plan: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask_ints: Sequence[int],
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
     mask: str,
-    score_tensors: Sequence[Tensor],
-    score_ints: Sequence[int],
-    score: str,
+    call: str,
     scale: float,
-    backend: str,
-    q_order: Sequence[int],
-    k_order: Sequence[int],
-    v_order: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    runner, where, program = _prepared(q, k, plan, mask_tensors, mask_ints, mask, score_tensors, score_ints, score)
-    return runner.run_backward(
-        *(q, k, v, out, lse, d_out, d_lse, where, program, scale, backend),
-        *(q_order, k_order, v_order),
-    )
+    spec = CallSpec.from_json(call)
+    found, program = _with_plan(q, k, plan, tensors, ints, mask, spec.score)
+    return run_backward(q, k, v, out, lse, d_out, d_lse, found, program, scale, spec.backend, *spec.orders)
+
+
+@torch.library.impl(_library, "sharded_attention_backward", "CompositeExplicitAutograd")
+def sharded_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    plan: Tensor | None,
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    mask: str,
+    call: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    spec = CallSpec.from_json(call)
+    program = spec.score.build(tensors[1:], ints, None, q.device)
+    run = runner_of(MaskSpec.from_json(mask)).run_backward
+    return run(q, k, v, out, lse, d_out, d_lse, tensors[0], program, scale, spec.backend, *spec.orders)
 
 
 @torch.library.register_fake("magi_flex::sharded_attention_backward", lib=_library)
 @torch.library.register_fake("magi_flex::attention_backward", lib=_library)
-def _(q, k, v, out, lse, d_out, d_lse, plan, mt, mi, mask, st, si, score, scale, backend, q_order, k_order, v_order):  # type: ignore[no-untyped-def]
-    return _fake_backward(q, k, v, st, score, (q_order, k_order, v_order))
+def _(q, k, v, out, lse, d_out, d_lse, plan, tensors, ints, mask, call, scale):  # type: ignore[no-untyped-def]
+    return _fake_backward(q, k, v, tensors, call)
 
 
 def _fake_backward(
-    q: Tensor, k: Tensor, v: Tensor, score_tensors: Sequence[Tensor], score: str, orders: Sequence[Sequence[int]]
+    q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], call: str
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    spec = ScoreSpec.from_json(score)
-    captures = iter(score_tensors)
-    tensors = [next(captures) if kind == "t" else None for kind in spec.order]
-    wanted = [x for x, needed in zip(tensors, spec.needs_grad, strict=False) if needed]
-    dq, dk, dv = (empty_in_order(x, x.shape, order) for x, order in zip((q, k, v), orders, strict=True))
+    spec = CallSpec.from_json(call)
+    order = spec.score.order
+    captures = iter(tensors[len(tensors) - order.count("t") :])
+    values = [next(captures) if kind == "t" else None for kind in order]
+    wanted = [x for x, needed in zip(values, spec.score.needs_grad, strict=False) if needed]
+    dq, dk, dv = (empty_in_order(x, x.shape, order) for x, order in zip((q, k, v), spec.orders, strict=True))
     return dq, dk, dv, [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted if x is not None]

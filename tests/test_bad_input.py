@@ -33,6 +33,10 @@ def mask(length: int = 20, mask_mod: Any = causal, batch: int | None = None, hea
     return stock.create_block_mask(mask_mod, batch, heads, length, length, device="cpu")
 
 
+def our_mask(heads: int) -> Any:
+    return magi_flex.create_block_mask(lambda b, h, q, k: q >= k + h, None, heads, 20, 20, "cpu")
+
+
 def whole(mask_mod: Any) -> Any:
     """A BlockMask that is made without calling ``mask_mod``."""
     one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
@@ -58,6 +62,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "mask too short": (lambda f: f(*pieces(), None, mask(10)), "created for a smaller length"),
     "mask batch": (lambda f: f(*pieces(), None, mask(batch=4)), "was made for B=4, but query has 2"),
     "mask heads": (lambda f: f(*pieces(), None, mask(heads=3)), "was made for H=3, but query has 4"),
+    "our mask's heads": (lambda f: f(*pieces(), None, our_mask(heads=3)), "was made for H=3, but query has 4"),
     "mask device": (lambda f: f(*pieces(), None, mask().to("meta")), "same device"),
     "sliced mask": (lambda f: f(*pieces(), None, mask()[:, :, 0]), "sliced BlockMask"),
     "mask with a reduction": (lambda f: f(*pieces(), None, whole(lambda b, h, q, k: (q >= k).any())), "one pair"),

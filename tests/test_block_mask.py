@@ -269,6 +269,47 @@ def test_lists_and_mask_mod_both_count() -> None:
         assert torch.equal(plan_from_lists(*lists).to_dense(), pairs > 0)
 
 
+def test_lists_of_our_own_are_looked_at_only_where_they_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in calls with a mask as it was made; but after a write without a trace, or with another mask_mod."""
+    looks: list[int] = []
+    look = to_intervals.lists_agree
+    monkeypatch.setattr(to_intervals, "lists_agree", lambda *args: looks.append(1) or look(*args))
+    mask = magi_flex.create_block_mask(mods.document_causal(torch.arange(96) // 50), None, None, 96, 96, "cpu", 16)
+    mod = mask.mask_mod
+    dense = magi_flex.plan(mask).to_dense()
+    partial, full = (expanded.view(6, 6).repeat_interleave(16, 0).repeat_interleave(16, 1) for expanded in listed(mask))
+    swapped = CanonicalMaskMod(mod.ends, mod.starts, 96)
+
+    def inverted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ~mod(b, h, q, k)
+
+    lists = (mask.kv_num_blocks, mask.kv_indices, *full_lists(mask), (16, 16))
+    other_mods = [BlockMask.from_kv_blocks(*lists, other, (96, 96)) for other in (inverted, swapped)]
+    looks.clear()
+    with magi_flex.enable():
+        for given, wanted in ((mask, dense), (other_mods[0], (partial & ~dense) | full), (other_mods[1], full)):
+            assert torch.equal(attended(given), wanted.view(96, 96)), looks
+        assert len(looks) == 1  # the swapped intervals
+        mask.kv_num_blocks.data.zero_()
+        assert torch.equal(attended(mask), full) and len(looks) == 2
+
+
+def attended(mask: BlockMask) -> Tensor:
+    """Which pairs of 96 x 96 a call of flex_attention attends to."""
+    zeros = torch.zeros(1, 1, 96, 16)
+    values = torch.eye(96).view(1, 1, 96, 96)
+    return stock.flex_attention(zeros, zeros, values, block_mask=mask)[0, 0] > 0
+
+
+def listed(mask: BlockMask) -> list[Tensor]:
+    """Which blocks are listed as partial, and as full."""
+    found = []
+    for count, order in ((mask.kv_num_blocks, mask.kv_indices), full_lists(mask)):
+        entry = torch.arange(order.shape[-1]) < count[..., None]
+        found.append(torch.zeros(order.shape, dtype=torch.bool).scatter_(3, order.long(), entry))
+    return found
+
+
 def test_lists_that_contradict_a_canonical_mask_mod() -> None:
     """Fewer blocks than the mask_mod has, or a full block where it is not full: the lists win, as in stock kernels."""
     ours = create_block_mask(causal, None, None, 384, 384, "cpu")

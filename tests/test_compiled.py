@@ -21,7 +21,7 @@ from inductor_lowering.capture import trace_mask_mod
 from inductor_lowering.tile_program import joint_program, score_program
 from magi_flex import ops
 from magi_flex.kernels.layout import dense_order
-from magi_flex.op_specs import MaskSpec, ScoreSpec
+from magi_flex.op_specs import CallSpec, MaskSpec, ScoreSpec
 from tests.cases.masks import make_mask
 from tests.cases.reference import assert_within_factor, dense_attention, dense_attention_with_gradients
 from tests.compiling import attend, check_training, qkv
@@ -284,7 +284,7 @@ def test_ops_agree_with_their_fakes() -> None:
     program, captures = trace_mask_mod(case.mask_mod)
     mask = MaskSpec(program.to_json(), "t").to_json()
     q, k, v = (torch.randn(2, 20, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
-    order = dense_order(q)
+    order = tuple(dense_order(q))
     plan_args = (list(captures), [], mask, 2, 4, 20, 20, torch.device("cpu"))
     handle = torch.ops.magi_flex.plan_handle(*plan_args)
     scalars = [torch.zeros(()), *(torch.zeros((), dtype=torch.int32) for _ in range(4))]
@@ -299,12 +299,13 @@ def test_ops_agree_with_their_fakes() -> None:
 
     forward = score_program(make_fx(score_mod, tracing_mode="fake")(*scalars, bias))
     backward = joint_program(make_fx(joint, tracing_mode="fake")(*scalars, torch.zeros(()), bias))
-    score = ScoreSpec(forward.to_json(), backward.to_json(), "t", (True,)).to_json()
-    carried = (handle, list(captures), [], mask, [bias], [], score, 0.25, "tiled")
-    args = (q, k, v, *carried, True, order)
+    score = ScoreSpec(forward.to_json(), backward.to_json(), "t", (True,))
+    carried = (handle, [*captures, bias], [], mask)
+    args = (q, k, v, *carried, CallSpec(score, "tiled", (order,), max_score=True).to_json(), 0.25)
     out, lse, _ = torch.ops.magi_flex.attention(*args)
     assert out.stride() == q.stride()
-    backward_args = (q, k, v, out, lse, torch.randn_like(out), None, *carried, order, order, order)
+    given = (q, k, v, out, lse, torch.randn_like(out), None)
+    backward_args = (*given, *carried, CallSpec(score, "tiled", (order, order, order)).to_json(), 0.25)
     for name, arguments in (("plan_handle", plan_args), ("attention", args), ("attention_backward", backward_args)):
         op = getattr(torch.ops.magi_flex, name).default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

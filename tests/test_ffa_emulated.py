@@ -13,7 +13,14 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa, ffa_backward_schedule, ffa_plans, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_copy_rows import can_copy, launch_copy_rows
-from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, ScoreProgram
+from magi_flex.kernels.request import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionRequest,
+    Multiply,
+    ScoreProgram,
+    Softcap,
+)
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan
 from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
@@ -129,7 +136,20 @@ def test_score_steps(name: str, deterministic: bool, monkeypatch: pytest.MonkeyP
     for seed, plan in enumerate((causal, scattered)):
         emulator.install(monkeypatch, seed)
         q, k, v, d_out = inputs(q_len, kv_len, 64, 64, torch.bfloat16)
-        check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.2, score, deterministic), d_out)
+        request = AttentionRequest(q, k, v, plan(q_len, kv_len), 0.2, score, deterministic)
+        check_backward(request, d_out)
+        check_other_numbers(request, d_out)
+
+
+def check_other_numbers(request: AttentionRequest, d_out: Tensor) -> None:
+    """What was launched is kept for other tensors of the same layout, and for other numbers in the same steps."""
+    first, *rest = request.score.steps or ()
+    others = [replace(step, factor=1.5) if isinstance(step, Multiply) else step for step in rest]
+    others = [replace(step, cap=7.0) if isinstance(step, Softcap) else step for step in others]
+    kept, q, k, v = len(request.plan.memo), request.q * 1.5, request.k / 2, request.v * 2
+    score = replace(request.score, steps=(first, *others))
+    check_backward(replace(request, q=q, k=k, v=v, score=score), d_out / 2)
+    assert (first, *others) != request.score.steps and len(request.plan.memo) == kept
 
 
 def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from inductor_lowering.capture import trace_mask_mod
 from magi_flex import plan_memo
 from magi_flex.bit_tiles import count_bits
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels import plan_cache
 from magi_flex.kernels.plan_cache import _CAPACITY, derived, kept, nothing_kept
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
@@ -97,6 +99,21 @@ def test_layouts_without_end() -> None:
     for i in range(3 * _CAPACITY):
         assert kept(plan, i, lambda i=i: i) == i
     assert len(plan.memo) <= _CAPACITY
+
+
+def test_streams_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stream has only enqueued, another would read too early."""
+    stream = 1
+    monkeypatch.setattr(plan_cache, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    starts = SimpleNamespace(device=torch.device("cuda", 0), data_ptr=lambda: 0, shape=(), _version=0)
+    plan = SimpleNamespace(tensors=(starts,), counts_changes=True, memo={})
+    first = kept(plan, "value", _Value)
+    stream = 2
+    second = kept(plan, "value", _Value)
+    assert second is not first and kept(plan, "value", _Value) is second
+    stream = 1
+    assert kept(plan, "value", _Value) is first
 
 
 def test_nothing_is_kept_where_a_graph_owns_the_memory() -> None:

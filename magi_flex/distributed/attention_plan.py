@@ -24,6 +24,7 @@ from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest, Backend, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_outline import Outline
 from magi_flex.mask_plan import MaskPlan
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -109,26 +110,25 @@ class AttentionPlan:
         if plan.joined is not None:
             stage = plan.joined
             assert stage.own is not None
+            outline = Outline.of(stage.mask)
             joined = JoinedKeys(
                 stage.keys.to(device),
                 stage.own.to(device),
-                _masks_of_groups(stage.mask, head_groups),
-                stage.mask.area() == 0,
+                _masks_of_groups(stage.mask, outline, head_groups),
+                outline.area == 0,
                 _on(stage.hops, device),
             )
             return AttentionPlan(rows, own_keys, joined=joined)
         assert plan.mask is not None
-        sets = [KeySet("local", own_keys, to_plan(plan.mask), plan.mask.area() == 0)]
+        sets = [KeySet("local", own_keys, *_plan_and_empty(plan.mask))]
         for i, stage in enumerate(plan.stages):
-            empty = stage.mask.area() == 0
             sets.append(
-                KeySet(f"stage {i}", stage.keys.to(device), to_plan(stage.mask), empty, _on(stage.hops, device))
+                KeySet(f"stage {i}", stage.keys.to(device), *_plan_and_empty(stage.mask), _on(stage.hops, device))
             )
         visiting = None
         if plan.queries is not None:
             queries = plan.queries
-            empty = queries.mask.area() == 0
-            visiting = QuerySet(queries.rows.to(device), to_plan(queries.mask), empty, queries.hop.to(device))
+            visiting = QuerySet(queries.rows.to(device), *_plan_and_empty(queries.mask), queries.hop.to(device))
         return AttentionPlan(rows, own_keys, tuple(sets), visiting=visiting)
 
     @property
@@ -142,13 +142,22 @@ def _on(hops: Sequence[GroupPlan], device: torch.device | str) -> tuple[GroupPla
     return tuple(hop.to(device) for hop in hops)
 
 
-def _masks_of_groups(mask: RowIntervals, groups: int) -> tuple[MaskPlan, ...]:
+def _plan_and_empty(mask: RowIntervals) -> tuple[MaskPlan, bool]:
+    """What kernels read, and whether no row attends to any key."""
+    outline = Outline.of(mask)
+    return to_plan(mask, outline), outline.area == 0
+
+
+def _masks_of_groups(mask: RowIntervals, outline: Outline, groups: int) -> tuple[MaskPlan, ...]:
     heads = mask.starts.shape[1]
     if heads == 1:
-        return (to_plan(mask),) * groups
-    size = heads // groups
-    parts = zip(mask.starts.split(size, 1), mask.ends.split(size, 1), strict=True)
-    return tuple(to_plan(RowIntervals(starts.contiguous(), ends.contiguous(), mask.kv_len)) for starts, ends in parts)
+        return (to_plan(mask, outline),) * groups
+    plans = []
+    for first in range(0, heads, heads // groups):
+        own = slice(first, first + heads // groups)
+        part = RowIntervals(mask.starts[:, own].contiguous(), mask.ends[:, own].contiguous(), mask.kv_len)
+        plans.append(to_plan(part, outline.of_heads(own)))
+    return tuple(plans)
 
 
 # ---- running them ---------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_outline import Outline
 from magi_flex.mask_plan import CHEAP_INTERVALS, MaskPlan, MaskPlanBuilder
 
 
@@ -44,15 +47,17 @@ def _row_tile(bits: BitTiles, tile: int) -> BitTiles:
     return BitTiles(bits.q_tile, bits.kv_tile, row_ptr, bits.cols[listed], bits.slot[listed], bits.bits)
 
 
-def to_plan(mask: RowIntervals) -> MaskPlan:
-    """The mask as kernels want it: intervals where they are few, else bit tiles where these are smaller."""
+def to_plan(mask: RowIntervals, outline: Outline | None = None) -> MaskPlan:
+    """The mask as kernels want it: intervals where they are few, else bit tiles where these are smaller.
+
+    ``outline``: of the mask, if it is known.
+    """
+    if mask.max_intervals > CHEAP_INTERVALS:
+        mask = mask.trim()
     if mask.max_intervals <= CHEAP_INTERVALS:
-        return MaskPlan(mask)
-    mask = mask.trim()
-    if mask.max_intervals <= CHEAP_INTERVALS:
-        return MaskPlan(mask)
+        return MaskPlan(mask, outline=outline)
     batch, heads, _, q_len = mask.starts.shape
     builder = MaskPlanBuilder(batch, heads, q_len, mask.kv_len, mask.starts.device)
     for first in range(0, q_len, builder.q_tile):
         builder.add_rows(mask.take_rows(slice(first, min(first + builder.q_tile, q_len))).to_dense())
-    return builder.finish()
+    return replace(builder.finish(), outline=outline)

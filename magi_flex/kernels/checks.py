@@ -56,10 +56,6 @@ def check_inputs(layout: Layout) -> None:
         )
 
 
-check_known_inputs = functools.lru_cache(maxsize=1024)(check_inputs)
-"""As check_inputs, which it remembers, for launch paths."""
-
-
 def check_mask_shape(sizes: Sequence[int], batch: int, heads: int) -> None:
     """Raises ValueError unless a mask made for these (batch, heads) broadcasts to the query's."""
     for name, made_for, needed in (("B", sizes[0], batch), ("H", sizes[1], heads)):
@@ -71,18 +67,30 @@ def check_mask_shape(sizes: Sequence[int], batch: int, heads: int) -> None:
 
 
 def check_plan(plan: MaskPlan, layout: Layout) -> None:
-    """Raises ValueError unless the plan is for these lengths, batch and heads, on the same device."""
-    (batch, heads, q_len, _), (_, _, kv_len, _), _ = layout.shapes
-    starts = plan.starts
-    mask_batch, mask_heads, _, mask_q_len = starts.shape
-    if (mask_q_len, plan.kv_len) != (q_len, kv_len):
+    """Raises ValueError unless query, key and value fit together (:func:`check_inputs`, key as many batch entries as
+    query), and the plan is for these lengths, batch and heads, on the same device."""
+    bits, starts = plan.bit_tiles, plan.starts
+    _check_plan(layout, starts.shape, plan.kv_len, starts.device, None if bits is None else bits.row_ptr.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_plan(
+    layout: Layout, starts: torch.Size, plan_kv_len: int, plan_device: torch.device, row_ptr: torch.Size | None
+) -> None:
+    """:func:`check_plan`, which remembers what fits, for launch paths."""
+    check_inputs(layout)
+    (batch, heads, q_len, _), (kv_batch, _, kv_len, _), _ = layout.shapes
+    if kv_batch != batch:
+        raise ValueError(f"key: has batch size {kv_batch}; kernels need that of query, {batch}")
+    mask_batch, mask_heads, _, mask_q_len = starts
+    if (mask_q_len, plan_kv_len) != (q_len, kv_len):
         raise ValueError(
-            f"block_mask: is for {plan.q_len} queries and {plan.kv_len} keys, but query and key have {q_len} and "
+            f"block_mask: is for {mask_q_len} queries and {plan_kv_len} keys, but query and key have {q_len} and "
             f"{kv_len}; make it again for these lengths"
         )
     check_mask_shape((mask_batch, mask_heads), batch, heads)
-    if plan.bit_tiles is not None:
-        check_mask_shape(plan.bit_tiles.row_ptr.shape[:2], batch, heads)
+    if row_ptr is not None:
+        check_mask_shape(row_ptr[:2], batch, heads)
     device = layout.devices[0]
-    if starts.device != device:
-        raise ValueError(f"block_mask: is on {plan.device}, but query is on {device}; move it with block_mask.to()")
+    if plan_device != device:
+        raise ValueError(f"block_mask: is on {plan_device}, but query is on {device}; move it with block_mask.to()")

@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+from magi_flex.remember import remembered
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -22,6 +25,8 @@ _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 # CUtensorMapSwizzle, by bytes
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_256 = 3
+_MOST_MAPS = 1024
+_maps: dict[Hashable, bytes] = {}  # a new mask's launches are mostly for tensors like those of the last one
 
 
 class CudaDriverError(RuntimeError):
@@ -102,7 +107,7 @@ class Kernel:
 
         Args:
             params: the parameter; the driver copies it before this returns.
-            stream: a CUstream as an int (``torch.cuda.current_stream().cuda_stream``).
+            stream: a CUstream as an int (:func:`current_stream`).
             overlap_previous: may start before the previous kernel of the stream is complete (programmatic dependent
                 launch); the kernel itself must wait (griddepcontrol.wait) before it touches that kernel's results.
         """
@@ -156,6 +161,7 @@ class ParameterBlock:
         self.pointers = (ctypes.c_void_p * 1)(self.address)
 
     def set_map(self, index: int, encoded: bytes) -> None:
+        """Sizes and strides of map ``index``; where the tensor lies is for :meth:`move_map` to say."""
         begin = self._offset + index * TENSOR_MAP_BYTES
         self._memory[begin : begin + TENSOR_MAP_BYTES] = encoded
         self._moved_to[index] = None
@@ -178,7 +184,8 @@ class ParameterBlock:
 
 
 def tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
-    """The 128 bytes of a CUtensorMap over ``x``; reads outside of the tensor give zeros, writes there are dropped.
+    """The 128 bytes of a CUtensorMap over a tensor like ``x``, wherever that lies (:meth:`ParameterBlock.move_map`);
+    reads outside of the tensor give zeros, writes there are dropped.
 
     Args:
         x: float16, bfloat16 or float32, :func:`is_tma_ready`.
@@ -186,6 +193,11 @@ def tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: 
         box: elements of each axis that one copy moves, in the order of ``axes``.
         swizzle: width in bytes of the shared-memory swizzle (0, 32, 64, 128).
     """
+    what = (x.dtype, x.shape, x.stride(), axes, box, swizzle)
+    return remembered(_maps, what, lambda: _encode(x, axes, box, swizzle), _MOST_MAPS)
+
+
+def _encode(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
     memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
     address = -(-ctypes.addressof(memory) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
     rank = len(axes)
@@ -228,6 +240,16 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _NOTHING
     return torch.cuda.device(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream of a GPU, as :meth:`Kernel.launch` takes it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def capture_id(stream: int) -> int | None:

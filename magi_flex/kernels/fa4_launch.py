@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Kernel = Callable[..., object]
+Layout = tuple[torch.Size, tuple[int, ...]]
 
 _lock = threading.Lock()  # one call is watched at a time
 
@@ -36,22 +37,22 @@ class Launch:
 
     Attributes:
         calls: they number the given tensors first, then memory of their own: ``empty``, then ``zeroed``.
-        empty, zeroed: shapes of float32 memory that the kernels share.
+        empty, zeroed: (shape, strides) of float32 memory that the kernels share.
     """
 
     calls: tuple[KernelCall, ...]
-    empty: tuple[torch.Size, ...] = ()
-    zeroed: tuple[torch.Size, ...] = ()
+    empty: tuple[Layout, ...] = ()
+    zeroed: tuple[Layout, ...] = ()
 
     def __call__(self, *given: Tensor) -> None:
         """With other tensors of the same shapes, strides, dtypes, device and alignment."""
         tensors = list(given)
         kind = {"dtype": torch.float32, "device": given[0].device}
-        tensors += [torch.empty(shape, **kind) for shape in self.empty]
+        tensors += [torch.empty_strided(*layout, **kind) for layout in self.empty]
         if self.zeroed:
-            sizes = [shape.numel() for shape in self.zeroed]
+            sizes = [shape.numel() for shape, _ in self.zeroed]
             parts = torch.zeros(sum(sizes), **kind).split(sizes)
-            tensors += [part.view(shape) for part, shape in zip(parts, self.zeroed, strict=True)]
+            tensors += [part.as_strided(*layout) for part, layout in zip(parts, self.zeroed, strict=True)]
         for call in self.calls:
             arguments = list(call.arguments)
             for place, number in call.places:
@@ -89,7 +90,7 @@ def watched(
     repeatable = (
         len(numbers) == len(given)
         and numbers.keys() <= users.keys()
-        and all(x.dtype == torch.float32 and len(users[place]) > 1 for place, x in own.items())
+        and all(x.dtype == torch.float32 and _is_dense(x) and len(users[place]) > 1 for place, x in own.items())
     )
     if not repeatable:
         return None
@@ -99,9 +100,14 @@ def watched(
     numbers |= {place: len(given) + number for number, place in enumerate((*empty, *zeroed))}
     return Launch(
         tuple(_template(kernel, arguments, numbers) for kernel, arguments in calls),
-        tuple(own[place].shape for place in empty),
-        tuple(own[place].shape for place in zeroed),
+        tuple((own[place].shape, own[place].stride()) for place in empty),
+        tuple((own[place].shape, own[place].stride()) for place in zeroed),
     )
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether it fills its memory, in whatever order."""
+    return torch.ops.aten.is_non_overlapping_and_dense(x)
 
 
 def _template(kernel: Kernel, arguments: tuple[Any, ...], numbers: dict[int, int]) -> KernelCall:

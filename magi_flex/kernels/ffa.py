@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,13 +16,12 @@ import torch
 from torch import Tensor
 
 from magi_flex.kernels.cuda_build import has_compiler
-from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
-from magi_flex.kernels.ffa_backward import BackwardInstance, GradientQ, TwoKernels, launch_backward
+from magi_flex.kernels.cuda_driver import is_tma_ready, multiprocessors, on_device
+from magi_flex.kernels.ffa_backward import BackwardInstance, BackwardLaunch, GradientQ, TwoKernels
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule
 from magi_flex.kernels.ffa_forward import ForwardInstance, ForwardLaunch
 from magi_flex.kernels.ffa_generated_score import SUPPORTED
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
-from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_plans import (
     backward_schedule,
     contiguous_bit_tiles,
@@ -137,7 +137,7 @@ class FfaBackend(Backend):
         batch, heads, q_len, _ = q.shape
         shape = torch.Size((batch, heads, q_len, v.shape[3]))
         out = empty_like_filled(q, shape, torch.float32 if request.wide_results else q.dtype)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        lse = q.new_empty(shape[:3], dtype=torch.float32)
         max_score = torch.empty_like(lse)
         if out.numel() == 0 or k.shape[2] == 0:
             return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
@@ -213,40 +213,21 @@ class FfaBackend(Backend):
         scale, score = scale_and_score(request, backward=True, pack=1)
         fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
         kinds = None if score is None else (score.kinds, score.generated)
+        q, k, v, out, d_out = (tma_ready(x) for x in (q, k, v, out, d_out.to(q.dtype)))
+        given = (q, k, v, out, d_out, dq, dk, dv)
         what = (
-            "ffa backward kernels",
+            "ffa backward launch",
             request.launch_key,
             request.wide_results,
-            dq.dtype,
-            out.dtype,
-            fixed_order,
+            scale,
             kinds,
+            fixed_order,
+            *((x.dtype, x.stride()) for x in (out, d_out, dq)),
         )
         with on_device(q.device):
-            instance, schedule, gradient_q, two_kernels = kept(
-                request.plan, what, lambda: _backward_kernels(request, dq, out, fixed_order, score)
-            )
-            launch_backward(
-                instance,
-                tma_ready(q),
-                tma_ready(k),
-                tma_ready(v),
-                tma_ready(out),
-                lse.contiguous(),
-                tma_ready(d_out.to(q.dtype)),
-                None if d_lse is None else d_lse.float().contiguous(),
-                contiguous_intervals(request.plan),
-                schedule,
-                scale,
-                dq,
-                dk,
-                dv,
-                score,
-                gradient_q,
-                request.sm_margin,
-                contiguous_bit_tiles(request.plan),
-                two_kernels,
-            )
+            launch = kept(request.plan, what, lambda: _backward_launch(request, given, scale, score, fixed_order))
+            d_lse = None if d_lse is None else d_lse.float().contiguous()
+            launch(q, k, v, out, lse.contiguous(), d_out, d_lse, dq, dk, dv, score)
         return gradients
 
 
@@ -274,7 +255,7 @@ def _forward_launch(
     q, k, v, scale = _ready(request.q, request.k, request.v, scale, score)
     copies = not all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True))
     batch, heads, q_len, _ = q.shape
-    processors = multiprocessors(q.device.index)
+    processors = multiprocessors(q.device)
     instance = forward_instance(
         q.dtype,
         q.shape[3],
@@ -316,7 +297,7 @@ def _forward_launch(
 
 
 class _BackwardKernels(NamedTuple):
-    """What :func:`launch_backward` takes beside tensors."""
+    """What a :class:`BackwardLaunch` takes beside tensors."""
 
     instance: BackwardInstance
     schedule: BackwardSchedule
@@ -324,10 +305,30 @@ class _BackwardKernels(NamedTuple):
     two_kernels: TwoKernels | None = None
 
 
+def _backward_launch(
+    request: AttentionRequest, given: Sequence[Tensor], scale: float, score: KernelScore | None, fixed_order: bool
+) -> BackwardLaunch:
+    """``given``: the tensors as the kernels take them; ``scale``, ``score`` as :func:`scale_and_score` gives them."""
+    q, k, v, out, d_out, dq, dk, dv = given
+    kernels = _backward_kernels(request, dq, out, fixed_order, score)
+    return BackwardLaunch(
+        kernels.instance,
+        *(q, k, v, out, d_out, dq, dk, dv),
+        contiguous_intervals(request.plan),
+        kernels.schedule,
+        scale,
+        score,
+        kernels.gradient_q,
+        request.sm_margin,
+        contiguous_bit_tiles(request.plan),
+        kernels.two_kernels,
+    )
+
+
 def _backward_kernels(
     request: AttentionRequest, dq: Tensor, out: Tensor, fixed_order: bool, score: KernelScore | None
 ) -> _BackwardKernels:
-    """``score`` as :func:`scale_and_score` gives it; ``fixed_order``: of all sums."""
+    """``fixed_order``: of all sums."""
     q, k, v, plan = request.q, request.k, request.v, request.plan
 
     def instance_of(fixed_order: bool) -> BackwardInstance:
@@ -356,7 +357,7 @@ def _backward_kernels(
     instance = instance_of(fixed_order)
     few: bool | Tensor = False
     items = -(-k.shape[2] // instance.keys) * k.shape[0] * k.shape[1]
-    enough = items >= _LEAST_ITEMS * multiprocessors(q.device.index)
+    enough = items >= _LEAST_ITEMS * multiprocessors(q.device)
     if instance.sum_dq and score is None and plan.bit_tiles is None and enough:
         few = has_few_keys(plan, _FEW_KEYS[instance.head_dim, instance.v_dim])
     if few is True:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,14 +21,13 @@ from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_backward_schedule import ROW_GROUP, BackwardSchedule
-from magi_flex.kernels.ffa_gradient_q import GradientQInstance, launch_gradient_q
+from magi_flex.kernels.ffa_gradient_q import GradientQInstance, GradientQLaunch
 from magi_flex.kernels.ffa_launch import (
     BIT_TILES,
     LOG2_E,
-    LauncherCache,
+    SCALE,
     bit_tile_values,
     kernel_dtype,
-    multiprocessors,
 )
 from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
@@ -36,6 +37,15 @@ from magi_flex.tiles import TilePlan
 _BACKWARD_PARAMS = "<10Q6i6Q6q2Q8i3fi"
 _PREPARE_PARAMS = struct.Struct("<9Q6q6i")
 _FINISH_PARAMS = struct.Struct("<3Q3q4ifi3Q6q3Q5i4x")
+# Parts of them that calls set.  Of BackwardParams: what prepare made, sums, results; the work counter; a scale; steps.
+_CALL, _CALL_OFFSET = struct.Struct("<6Q"), struct.calcsize("<10Q6i")
+_COUNTER, _COUNTER_OFFSET = struct.Struct("<Q"), struct.calcsize("<10Q6i6Q6q")
+_SCALE_OFFSET, _SCORE_OFFSET = struct.calcsize("<10Q6i6Q6q2Q8i"), struct.calcsize(_BACKWARD_PARAMS)
+# Of PrepareParams: inputs and what it makes; of FinishParams: sums of dq, dq; a scale; sums of keys, dk, dv.
+_PREPARE_CALL = struct.Struct("<8Q")
+_SUMS, _SUMS_OFFSET = struct.Struct("<2Q"), struct.calcsize("<Q")
+_FINISH_SCALE_OFFSET = struct.calcsize("<3Q3q4i")
+_KEY_SUMS, _KEY_SUMS_OFFSET = struct.Struct("<3Q"), struct.calcsize("<3Q3q4ifi")
 _MAPS, _THREADS, _CONVERT_THREADS, _CONVERT_ROWS = 4, 384, 256, 32
 # 50 MB on an H100, 60 MB on an H200; what is visited at a time is less than what a section holds.
 _L2_BYTES = 64 << 20
@@ -147,254 +157,269 @@ def load_kernels(
         )
 
 
-class _Launcher:
-    def __init__(self, instance: BackwardInstance, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> None:
-        self.prepare_kernel, self.backward_kernel, self.finish_kernel = load_kernels(instance, q.device.index)
-        self.multiprocessors = multiprocessors(q.device.index)
-        self.no_steps = () if instance.score_steps else (0,) * 7
-        self.prepare = cuda_driver.ParameterBlock(0, _PREPARE_PARAMS)
-        self.backward = cuda_driver.ParameterBlock(_MAPS, instance.params())
-        self.finish = cuda_driver.ParameterBlock(0, _FINISH_PARAMS)
-        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
-        rows, keys = (64, instance.pack, instance.positions, 1), (64, instance.keys, 1, 1)
-        boxes = ((q, by_row, rows), (k, by_key, keys), (v, by_key, keys), (d_out, by_row, rows))
-        for index, (x, axes, box) in enumerate(boxes):
-            self.backward.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
+class BackwardLaunch:
+    """The kernels of a backward pass with all of their arguments but the memory of a call's tensors: kept for calls
+    that differ in nothing else.
 
-
-_launchers = LauncherCache(_Launcher)
-
-
-class _Scratch(NamedTuple):
-    """Addresses of what the kernels of a backward pass hand on to one another (null: not there)."""
-
-    row_shift: int
-    row_delta: int
-    dq_sums: int
-    dkv_sums: int
-    work_counters: int  # of the backward's own kernel and of gradient_q
-    split: int  # whether TwoKernels are taken
-    padded_rows: int
-
-
-def launch_backward(
-    instance: BackwardInstance,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    out_BHQE: Tensor,
-    lse_BHQ: Tensor,
-    d_out_BHQE: Tensor,
-    d_lse_BHQ: Tensor | None,
-    intervals: RowIntervals,
-    schedule: BackwardSchedule,
-    scale: float,
-    dq_BHQD: Tensor,
-    dk_BGKD: Tensor,
-    dv_BGKE: Tensor,
-    score: KernelScore | None = None,
-    gradient_q: GradientQ | None = None,
-    sm_margin: int = 0,
-    bit_tiles: BitTiles | None = None,
-    two_kernels: TwoKernels | None = None,
-) -> None:
-    """Fill ``dq``, ``dk`` and ``dv`` on the current stream.
-
-    All inputs are on the current device, ready for TMA (:func:`cuda_driver.is_tma_ready`) and not empty; head dims are
-    multiples of 8 and at most the instance's; ``lse`` (log2 domain) and ``d_lse`` are contiguous float32; the tables
-    of the mask are contiguous; the results' rows are contiguous and 16-byte aligned; ``schedule`` was made for the
-    instance's ``rows``, ``pack`` and ``keys``; ``score`` has the instance's steps; ``gradient_q`` is given unless the
-    instance sums dq, ``two_kernels`` (of instances with the same ``rows``, whose items walk all heads of a group) only
-    if it does.  ``sm_margin`` multiprocessors are left to others.
+    Args:
+        q_BHQD, k_BGKD, v_BGKE, out_BHQE, d_out_BHQE, dq_BHQD, dk_BGKD, dv_BGKE: what the calls' tensors are like, on
+            the current device and not empty; head dims are multiples of 8 and at most the instance's; inputs are ready
+            for TMA (:func:`cuda_driver.is_tma_ready`), the results' rows are contiguous and 16-byte aligned.
+        intervals, bit_tiles: of the mask, contiguous.
+        schedule: made for the instance's ``rows``, ``pack`` and ``keys``.
+        score: what the calls' score mods are like (the instance's steps); their values and factors may differ.
+        gradient_q: given unless the instance sums dq.
+        sm_margin: multiprocessors that are left to others.
+        two_kernels: only if the instance sums dq; of instances with the same ``rows``, whose items walk all heads of a
+            group.
 
     Raises ValueError where there are 2^31 or more query rows, counted over batch entries and heads.
     """
-    device = q_BHQD.device
-    batch, heads, q_len, head_dim = q_BHQD.shape
-    _, kv_heads, _, v_dim = v_BGKE.shape
-    mask_batch, mask_heads, slots, _ = intervals.starts.shape
-    padded_rows = -(-(q_len + instance.rows) // _CONVERT_ROWS) * _CONVERT_ROWS
-    head_rows = batch * heads * padded_rows
-    if head_rows >= 1 << 31 or intervals.starts.numel() >= 1 << 31:
-        raise ValueError(
-            f"q: {batch} x {heads} heads of {q_len} rows with {slots} intervals are more than 2^31 - 1 rows or "
-            "intervals, the most that the ffa backward indexes; split the batch or the heads"
-        )
-    inputs = (q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
-    launcher = _launchers.get(instance, *inputs)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    plan = schedule.plan
-    parts = heads // kv_heads // schedule.heads
-    tiles = plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1)
-    key_blocks = 0
-    if parts > 1:
-        key_blocks = tiles * kv_heads * (batch if mask_heads > 1 or mask_batch == 1 else 1)
-    # One allocation: shifts, deltas, work counters, dQ sums; then sums of dK and dV where several items share them.
-    dq_floats = head_rows * instance.head_dim if instance.sum_dq else 0
-    row_floats = 2 * head_rows + 4 + dq_floats
-    block_floats = instance.keys * (instance.head_dim + instance.v_dim)
-    floats = torch.empty(row_floats + key_blocks * block_floats, dtype=torch.float32, device=device)
-    row_shift = floats.data_ptr()
-    work_counters = row_shift + 8 * head_rows
-    scratch = _Scratch(
-        row_shift,
-        row_shift + 4 * head_rows,
-        work_counters + 16 if instance.sum_dq else 0,
-        row_shift + 4 * row_floats if key_blocks else 0,
-        work_counters,
-        two_kernels.taken.data_ptr() if two_kernels else 0,
-        padded_rows,
-    )
-    if key_blocks:
-        cuda_driver.fill_zero(floats[row_floats:], stream)
-    row_blocks = head_rows // _CONVERT_ROWS
-    gradient_scale = scale * (score.factor if score else 1.0)
-    scales = (gradient_scale, LOG2_E if score else scale * LOG2_E, scale)
 
-    launcher.prepare.set_rest(
-        out_BHQE.data_ptr(),
-        d_out_BHQE.data_ptr(),
-        lse_BHQ.data_ptr(),
-        0 if d_lse_BHQ is None else d_lse_BHQ.data_ptr(),
-        scratch.row_shift,
-        scratch.row_delta,
-        scratch.dq_sums,
-        scratch.work_counters,
-        scratch.split,
-        *out_BHQE.stride()[:3],
-        *d_out_BHQE.stride()[:3],
-        heads,
-        q_len,
-        padded_rows,
-        v_dim,
-        two_kernels.instance.pack if two_kernels else instance.pack,
-        0,
-    )
-    launcher.prepare_kernel.launch(row_blocks, _CONVERT_THREADS, launcher.prepare, stream)
-
-    ways = [(instance, schedule, gradient_q)]
-    if two_kernels:
-        ways.append(two_kernels[:3])
-    for way, keys, of_q in ways:
-        _launch_main(
-            way, inputs, intervals, keys, scratch, scales, dk_BGKD, dv_BGKE, score, sm_margin, bit_tiles, stream
-        )
-        if of_q is not None:
-            launch_gradient_q(
-                of_q.instance,
-                *inputs,
-                scratch.row_shift,
-                scratch.row_delta,
-                padded_rows,
-                scratch.work_counters + 4,
-                scratch.split,
-                intervals,
-                of_q.schedule,
-                scales,
-                dq_BHQD,
-                score.values if score else (),
-                sm_margin,
-                bit_tiles,
+    def __init__(
+        self,
+        instance: BackwardInstance,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        d_out_BHQE: Tensor,
+        dq_BHQD: Tensor,
+        dk_BGKD: Tensor,
+        dv_BGKE: Tensor,
+        intervals: RowIntervals,
+        schedule: BackwardSchedule,
+        scale: float,
+        score: KernelScore | None = None,
+        gradient_q: GradientQ | None = None,
+        sm_margin: int = 0,
+        bit_tiles: BitTiles | None = None,
+        two_kernels: TwoKernels | None = None,
+    ) -> None:
+        self._device = q_BHQD.device
+        batch, heads, q_len, head_dim = q_BHQD.shape
+        _, kv_heads, _, v_dim = v_BGKE.shape
+        mask_batch, mask_heads, slots, _ = intervals.starts.shape
+        padded_rows = -(-(q_len + instance.rows) // _CONVERT_ROWS) * _CONVERT_ROWS
+        head_rows = batch * heads * padded_rows
+        if head_rows >= 1 << 31 or intervals.starts.numel() >= 1 << 31:
+            raise ValueError(
+                f"q: {batch} x {heads} heads of {q_len} rows with {slots} intervals are more than 2^31 - 1 rows or "
+                "intervals, the most that the ffa backward indexes; split the batch or the heads"
             )
-    dq_blocks = row_blocks if instance.sum_dq else 0
-    if dq_blocks + key_blocks == 0:
-        return
-    launcher.finish.set_rest(
-        scratch.split,
-        scratch.dq_sums,
-        dq_BHQD.data_ptr(),
-        *dq_BHQD.stride()[:3],
-        heads,
-        q_len,
-        padded_rows,
-        head_dim,
-        gradient_scale,
-        dq_blocks,
-        scratch.dkv_sums,
-        dk_BGKD.data_ptr(),
-        dv_BGKE.data_ptr(),
-        *dk_BGKD.stride()[:3],
-        *dv_BGKE.stride()[:3],
-        *_plan_pointers(plan),
-        kv_heads,
-        tiles,
-        mask_batch,
-        mask_heads,
-        v_dim,
-    )
-    launcher.finish_kernel.launch(dq_blocks + 2 * key_blocks, _CONVERT_THREADS, launcher.finish, stream)
+        plan = schedule.plan
+        tiles = plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1)
+        key_blocks = 0
+        if heads // kv_heads > schedule.heads:
+            key_blocks = tiles * kv_heads * (batch if mask_heads > 1 or mask_batch == 1 else 1)
+        # One allocation: shifts, deltas, work counters, dQ sums; then sums of dK and dV where several items share them.
+        dq_floats = head_rows * instance.head_dim if instance.sum_dq else 0
+        self._head_rows, self._row_floats, self._sums_dq = head_rows, 2 * head_rows + 4 + dq_floats, instance.sum_dq
+        self._block_floats = key_blocks * instance.keys * (instance.head_dim + instance.v_dim)
+        self._row_blocks = head_rows // _CONVERT_ROWS
+        self._finish_blocks = (self._row_blocks if instance.sum_dq else 0) + 2 * key_blocks
+        self._split = two_kernels.taken if two_kernels else None
+        split = two_kernels.taken.data_ptr() if two_kernels else 0
+        self._scale = scale
+        gradient_scale = self._gradient_scale(score)
+        scales = (gradient_scale, LOG2_E if score else scale * LOG2_E, scale)
+        self._lock = threading.Lock()  # calls write into the parameters
+
+        prepare, _, finish = load_kernels(instance, self._device.index)
+        self._prepare_kernel, self._finish_kernel = prepare, finish
+        self._prepare = cuda_driver.ParameterBlock(0, _PREPARE_PARAMS)
+        self._prepare.set_rest(
+            *(0,) * 8,  # see __call__
+            split,
+            *out_BHQE.stride()[:3],
+            *d_out_BHQE.stride()[:3],
+            heads,
+            q_len,
+            padded_rows,
+            v_dim,
+            two_kernels.instance.pack if two_kernels else instance.pack,
+            0,
+        )
+        self._finish = cuda_driver.ParameterBlock(0, _FINISH_PARAMS)
+        self._finish.set_rest(
+            split,
+            *(0, 0),  # see __call__
+            *dq_BHQD.stride()[:3],
+            heads,
+            q_len,
+            padded_rows,
+            head_dim,
+            gradient_scale,
+            self._row_blocks if instance.sum_dq else 0,
+            *(0, 0, 0),  # see __call__
+            *dk_BGKD.stride()[:3],
+            *dv_BGKE.stride()[:3],
+            *_plan_pointers(plan),
+            kv_heads,
+            tiles,
+            mask_batch,
+            mask_heads,
+            v_dim,
+        )
+        inputs = (q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
+        rest = (scales, score, sm_margin, bit_tiles)
+        self._ways = []
+        for way, keys, of_q in ((instance, schedule, gradient_q), *([two_kernels[:3]] if two_kernels else [])):
+            main = _MainLaunch(way, *inputs, dk_BGKD, dv_BGKE, padded_rows, split, intervals, keys, *rest)
+            launch_q = None
+            if of_q is not None:
+                like = (*inputs, dq_BHQD, padded_rows, split)
+                launch_q = GradientQLaunch(of_q.instance, *like, intervals, of_q.schedule, *rest)
+            self._ways.append((main, launch_q))
+
+    def _gradient_scale(self, score: KernelScore | None) -> float:
+        return self._scale * score.factor if score else self._scale
+
+    def __call__(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        out_BHQE: Tensor,
+        lse_BHQ: Tensor,
+        d_out_BHQE: Tensor,
+        d_lse_BHQ: Tensor | None,
+        dq_BHQD: Tensor,
+        dk_BGKD: Tensor,
+        dv_BGKE: Tensor,
+        score: KernelScore | None = None,
+    ) -> None:
+        """Fill ``dq``, ``dk`` and ``dv`` on the current stream; ``lse`` (log2 domain) and ``d_lse`` are contiguous
+        float32."""
+        stream = cuda_driver.current_stream(self._device)
+        floats = torch.empty(self._row_floats + self._block_floats, dtype=torch.float32, device=self._device)
+        row_shift = floats.data_ptr()
+        row_delta, work_counters = row_shift + 4 * self._head_rows, row_shift + 8 * self._head_rows
+        dq_sums = work_counters + 16 if self._sums_dq else 0
+        dkv_sums = 0
+        if self._block_floats:
+            dkv_sums = row_shift + 4 * self._row_floats
+            cuda_driver.fill_zero(floats[self._row_floats :], stream)
+        d_out, dq, dk, dv = d_out_BHQE.data_ptr(), dq_BHQD.data_ptr(), dk_BGKD.data_ptr(), dv_BGKE.data_ptr()
+        inputs = (q_BHQD.data_ptr(), k_BGKD.data_ptr(), v_BGKE.data_ptr(), d_out)
+        d_lse = 0 if d_lse_BHQ is None else d_lse_BHQ.data_ptr()
+        scaled = (self._gradient_scale(score), score, stream)
+        with self._lock:
+            given = (out_BHQE.data_ptr(), d_out, lse_BHQ.data_ptr(), d_lse)
+            self._prepare.set_part(0, _PREPARE_CALL, *given, row_shift, row_delta, dq_sums, work_counters)
+            self._prepare_kernel.launch(self._row_blocks, _CONVERT_THREADS, self._prepare, stream)
+            for main, gradient_q in self._ways:
+                main(inputs, (row_shift, row_delta, dq_sums), dkv_sums, dk, dv, work_counters, *scaled)
+                if gradient_q is not None:
+                    gradient_q(inputs, row_shift, row_delta, dq, work_counters + 4, *scaled)
+            if self._finish_blocks:
+                self._finish.set_part(_SUMS_OFFSET, _SUMS, dq_sums, dq)
+                self._finish.set_part(_KEY_SUMS_OFFSET, _KEY_SUMS, dkv_sums, dk, dv)
+                if score is not None:
+                    self._finish.set_part(_FINISH_SCALE_OFFSET, SCALE, scaled[0])
+                self._finish_kernel.launch(self._finish_blocks, _CONVERT_THREADS, self._finish, stream)
 
 
 def _plan_pointers(plan: TilePlan) -> tuple[int, int, int]:
     return plan.head_ptr.data_ptr(), plan.tile_begin.data_ptr(), plan.tile_end.data_ptr()
 
 
-def _launch_main(
-    instance: BackwardInstance,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    intervals: RowIntervals,
-    schedule: BackwardSchedule,
-    scratch: _Scratch,
-    scales: tuple[float, float, float],
-    dk_BGKD: Tensor,
-    dv_BGKE: Tensor,
-    score: KernelScore | None,
-    sm_margin: int,
-    bit_tiles: BitTiles | None,
-    stream: int,
-) -> None:
-    """The kernel for dK and dV, and sums of dQ where the instance has them."""
-    batch, heads, q_len, head_dim = inputs[0].shape
-    _, kv_heads, _, v_dim = inputs[2].shape
-    mask_batch, mask_heads, slots, _ = intervals.starts.shape
-    launcher = _launchers.get(instance, *inputs)
-    for index, x in enumerate(inputs):
-        launcher.backward.move_map(index, x.data_ptr())
-    plan, entries = schedule.plan, schedule.entries.shape[0]
-    parts = heads // kv_heads // schedule.heads
-    replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-    # What an item visits at a time: Q, dO and the float32 sums of dQ.
-    visited = 2 * instance.pack * (instance.head_dim + instance.v_dim) + 4 * instance.head_dim * instance.sum_dq
-    section = min(replicas, max(1, _L2_BYTES // (q_len * visited)))
-    launcher.backward.set_rest(
-        *_plan_pointers(plan),
-        plan.full_ptr.data_ptr(),
-        plan.full_runs.data_ptr(),
-        plan.partial_ptr.data_ptr(),
-        plan.partial_runs.data_ptr(),
-        schedule.entries.data_ptr(),
-        intervals.starts.data_ptr(),
-        intervals.ends.data_ptr(),
-        mask_batch,
-        mask_heads,
-        slots,
-        entries,
-        replicas,
-        section,
-        scratch.row_shift,
-        scratch.row_delta,
-        scratch.dq_sums,
-        scratch.dkv_sums if parts > 1 else 0,
-        dk_BGKD.data_ptr(),
-        dv_BGKE.data_ptr(),
-        *dk_BGKD.stride()[:3],
-        *dv_BGKE.stride()[:3],
-        scratch.work_counters,
-        scratch.split,
-        kv_heads,
-        parts,
-        schedule.heads,
-        q_len,
-        scratch.padded_rows,
-        head_dim,
-        v_dim,
-        plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1),
-        *scales,
-        batch * heads * scratch.padded_rows // ROW_GROUP,
-        *(score.values if score else launcher.no_steps),
-        *bit_tile_values(bit_tiles),
-        0 if schedule.count is None else schedule.count.data_ptr(),
-    )
-    grid = min(entries * replicas, max(1, launcher.multiprocessors - sm_margin))
-    launcher.backward_kernel.launch(grid, _THREADS, launcher.backward, stream)
+class _MainLaunch:
+    """The kernel for dK and dV, and sums of dQ where the instance has them; arguments as of :class:`BackwardLaunch`."""
+
+    def __init__(
+        self,
+        instance: BackwardInstance,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        d_out_BHQE: Tensor,
+        dk_BGKD: Tensor,
+        dv_BGKE: Tensor,
+        padded_rows: int,
+        split: int,
+        intervals: RowIntervals,
+        schedule: BackwardSchedule,
+        scales: tuple[float, float, float],
+        score: KernelScore | None,
+        sm_margin: int,
+        bit_tiles: BitTiles | None,
+    ) -> None:
+        self._tables = intervals, schedule, bit_tiles  # whose addresses the parameters hold
+        _, self._kernel, _ = load_kernels(instance, q_BHQD.device.index)
+        self._score = struct.Struct("<" + score_format(instance.score_steps, instance.generated))
+        self._params = cuda_driver.ParameterBlock(_MAPS, instance.params())
+        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
+        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
+        rows, keys = (64, instance.pack, instance.positions, 1), (64, instance.keys, 1, 1)
+        boxes = ((q_BHQD, by_row, rows), (k_BGKD, by_key, keys), (v_BGKE, by_key, keys), (d_out_BHQE, by_row, rows))
+        for index, (x, axes, box) in enumerate(boxes):
+            self._params.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
+        batch, heads, q_len, head_dim = q_BHQD.shape
+        _, kv_heads, _, v_dim = v_BGKE.shape
+        mask_batch, mask_heads, slots, _ = intervals.starts.shape
+        plan, entries = schedule.plan, schedule.entries.shape[0]
+        parts = heads // kv_heads // schedule.heads
+        replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
+        # What an item visits at a time: Q, dO and the float32 sums of dQ.
+        visited = 2 * instance.pack * (instance.head_dim + instance.v_dim) + 4 * instance.head_dim * instance.sum_dq
+        section = min(replicas, max(1, _L2_BYTES // (q_len * visited)))
+        self._shares_keys = parts > 1
+        self._grid = min(entries * replicas, max(1, cuda_driver.multiprocessors(q_BHQD.device) - sm_margin))
+        self._params.set_rest(
+            *_plan_pointers(plan),
+            plan.full_ptr.data_ptr(),
+            plan.full_runs.data_ptr(),
+            plan.partial_ptr.data_ptr(),
+            plan.partial_runs.data_ptr(),
+            schedule.entries.data_ptr(),
+            intervals.starts.data_ptr(),
+            intervals.ends.data_ptr(),
+            mask_batch,
+            mask_heads,
+            slots,
+            entries,
+            replicas,
+            section,
+            *(0,) * 6,  # see __call__
+            *dk_BGKD.stride()[:3],
+            *dv_BGKE.stride()[:3],
+            0,  # see __call__
+            split,
+            kv_heads,
+            parts,
+            schedule.heads,
+            q_len,
+            padded_rows,
+            head_dim,
+            v_dim,
+            plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1),
+            *scales,
+            batch * heads * padded_rows // ROW_GROUP,
+            *(score.values if score else (0,) * 7),
+            *bit_tile_values(bit_tiles),
+            0 if schedule.count is None else schedule.count.data_ptr(),
+        )
+
+    def __call__(
+        self,
+        inputs: Sequence[int],
+        rows: tuple[int, int, int],
+        dkv_sums: int,
+        dk: int,
+        dv: int,
+        work_counter: int,
+        gradient_scale: float,
+        score: KernelScore | None,
+        stream: int,
+    ) -> None:
+        """``inputs``: addresses of q, k, v, d_out; ``rows``: of shifts, deltas and sums of dq; others are addresses."""
+        params = self._params
+        for index, address in enumerate(inputs):
+            params.move_map(index, address)
+        params.set_part(_CALL_OFFSET, _CALL, *rows, dkv_sums if self._shares_keys else 0, dk, dv)
+        params.set_part(_COUNTER_OFFSET, _COUNTER, work_counter)
+        if score is not None:
+            params.set_part(_SCALE_OFFSET, SCALE, gradient_scale)
+            params.set_part(_SCORE_OFFSET, self._score, *score.values)
+        self._kernel.launch(self._grid, _THREADS, params, stream)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from magi_flex.kernels.ffa_schedule import owning_mask
 from magi_flex.kernels.tile_plans import kernel_tile_plan, objection
+from magi_flex.mask_outline import BLOCK
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
 from magi_flex.tiles import TilePlan
@@ -23,7 +24,8 @@ ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
 # the longest item.
 _ITEM_STEPS, _BLOCK_STEPS, _TAIL = 3.5, 5.0, 0.15
 # Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
-# heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads.
+# heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads, if every tile
+# takes another number than the one before.
 _DRIFT = 0.1
 
 
@@ -82,8 +84,8 @@ def plan_backward(
         walked = choose_heads(tile_steps(tiles, align), copies, packs, processors)
     elif split and (mask_batch == 1 or mask_heads > 1):
         # (Else shared sums of a batch entry's tiles are found by their number, which must not be a capacity.)
-        if isinstance(plan.structure, Band):
-            steps = band_steps(plan.structure, plan.q_len, plan.kv_len, positions, keys, align)
+        steps = known_steps(plan, positions, keys, align)
+        if steps is not None:
             walked = choose_heads(steps, copies, packs, processors)
         else:
             walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, packs, processors)
@@ -107,7 +109,7 @@ def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> i
     numbers = torch.stack((steps_N.sum(), steps_N.max(), (steps_N.diff() != 0).sum())).tolist()
     total, longest, changes = (float(x) for x in numbers)
     even = longest * tiles <= 1.05 * total
-    drift = _DRIFT if 2 * changes > tiles else 0.0
+    drift = _DRIFT * changes / tiles
 
     def cost(heads: int) -> float:
         items = tiles * copies / heads
@@ -129,6 +131,16 @@ def heads_unseen(tiles: int, copies: int, group: int, processors: int) -> int:
     share = tiles * copies / processors
     heads = next((h for h in range(group, 0, -1) if group % h == 0 and share >= 3.75 * h), 1)
     return heads // 2 if heads % 2 == 0 and share >= 15 * heads else heads
+
+
+def known_steps(plan: MaskPlan, rows: int, keys: int, align: int = ROW_GROUP) -> Tensor | None:
+    """About :func:`tile_steps`, on the CPU; None where the host would have to look at a mask on a device."""
+    if isinstance(plan.structure, Band):
+        return band_steps(plan.structure, plan.q_len, plan.kv_len, rows, keys, align)
+    if plan.outline is None:
+        return None
+    # Where a tile has 64 keys: both halves of a block are taken to have its rows.
+    return -(-plan.outline.rows_BHN.flatten().repeat_interleave(BLOCK // keys) // rows)
 
 
 def band_steps(band: Band, q_len: int, kv_len: int, rows: int, keys: int, align: int = ROW_GROUP) -> Tensor:

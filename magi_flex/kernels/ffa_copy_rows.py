@@ -71,5 +71,4 @@ def launch_copy_rows(
     params.set_rest(*values, *_NOTHING * missing, *first_block, *(blocks,) * missing)
     device = targets[0].device
     with cuda_driver.on_device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        _kernel(device.index).launch(blocks, _THREADS, params, stream)
+        _kernel(device.index).launch(blocks, _THREADS, params, cuda_driver.current_stream(device))

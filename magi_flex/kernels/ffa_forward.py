@@ -23,7 +23,6 @@ from magi_flex.kernels.ffa_launch import (
     LOG2_E,
     bit_tile_values,
     kernel_dtype,
-    multiprocessors,
 )
 from magi_flex.kernels.ffa_schedule import Schedule, deal
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
@@ -163,7 +162,7 @@ class ForwardLaunch:
         _, heads, q_len, _ = q_BHQD.shape
         kv_batch, kv_heads, kv_len, v_dim = v_BGKE.shape
         mask_batch, mask_heads, slots, _ = intervals.starts.shape
-        columns, sms = instance.head_dim + instance.v_dim, multiprocessors(self._device.index) - sm_margin
+        columns, sms = instance.head_dim + instance.v_dim, cuda_driver.multiprocessors(self._device) - sm_margin
         shares = deal(schedule, q_BHQD, v_BGKE, intervals.starts, instance.pack, columns, sms)
         self._grid = shares.grid
         self._counts_items = shares.items > shares.grid
@@ -209,10 +208,10 @@ class ForwardLaunch:
     ) -> None:
         """Fill ``out``, ``lse`` and ``max_score`` (both contiguous float32, log2 domain) on the current stream, or
         merge into them (``instance.accumulate``)."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = cuda_driver.current_stream(self._device)
         next_item = 0
         if self._counts_items:
-            counter = torch.empty(1, dtype=torch.int32, device=self._device)
+            counter = lse_BHQ.new_empty(1, dtype=torch.int32)
             cuda_driver.fill_zero(counter, stream)
             next_item = counter.data_ptr()
         out = out_BHQE.data_ptr()

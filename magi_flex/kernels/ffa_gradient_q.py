@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,15 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import BIT_TILES, LauncherCache, bit_tile_values, kernel_dtype, multiprocessors
+from magi_flex.kernels.ffa_launch import BIT_TILES, SCALE, bit_tile_values, kernel_dtype
 from magi_flex.kernels.ffa_schedule import Schedule, deal
-from magi_flex.kernels.ffa_score import GeneratedCode, score_defines, score_format, score_text
+from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<12Q3q3f13i"
+# Parts of it that calls set: what prepare made, dq and the work counter; a scale; score steps.
+_CALL, _CALL_OFFSET = struct.Struct("<4Q"), struct.calcsize("<7Q")
+_SCALE_OFFSET, _SCORE_OFFSET = struct.calcsize("<12Q3q"), struct.calcsize(_PARAMS)
 _MAPS, _ROWS, _THREADS = 4, 128, 384
 
 
@@ -94,97 +98,113 @@ def load_kernel(instance: GradientQInstance, device_index: int) -> cuda_driver.K
         return cuda_driver.Kernel(instance.compile().code, "ffa_gradient_q")
 
 
-class _Launcher:
-    def __init__(self, instance: GradientQInstance, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> None:
-        self.kernel = load_kernel(instance, q.device.index)
-        self.multiprocessors = multiprocessors(q.device.index)
-        self.no_steps = () if instance.score_steps else (0,) * 7
-        self.params = cuda_driver.ParameterBlock(_MAPS, instance.params())
-        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
-        rows, keys = (64, instance.pack, instance.q_tile, 1), (64, instance.kv_tile, 1, 1)
-        for index, (x, axes, box) in enumerate(
-            ((q, by_row, rows), (k, by_key, keys), (v, by_key, keys), (d_out, by_row, rows))
-        ):
-            self.params.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
-
-
-_launchers = LauncherCache(_Launcher)
-
-
-def launch_gradient_q(
-    instance: GradientQInstance,
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    d_out_BHQE: Tensor,
-    row_shift: int,
-    row_delta: int,
-    padded_rows: int,
-    work_counter: int,
-    split: int,
-    intervals: RowIntervals,
-    schedule: Schedule,
-    scales: tuple[float, float, float],
-    dq_BHQD: Tensor,
-    score_values: tuple[int | float, ...] = (),
-    sm_margin: int = 0,
-    bit_tiles: BitTiles | None = None,
-) -> None:
-    """Fill ``dq`` on the current stream; tensors as in :func:`magi_flex.kernels.ffa_backward.launch_backward`.
+class GradientQLaunch:
+    """The kernel with all of its arguments but the addresses of a call: kept for calls that differ in nothing else.
+    One thread at a time may call it.
 
     Args:
-        row_shift, row_delta: addresses of the statistics that the backward's ``prepare`` made, float32
-            ``[B * H / pack, padded_rows, pack]``.
-        work_counter: address of an int32 that is 0 when the kernel begins.
-        split: address of an int32: if it is 0 then, nothing is done; or null.
+        q_BHQD, k_BGKD, v_BGKE, d_out_BHQE, dq_BHQD: what the calls' tensors are like, as for
+            :class:`magi_flex.kernels.ffa_backward.BackwardLaunch`.
+        padded_rows: see ``row_shift`` of a call.
+        split: address of an int32: if it is 0 when the kernel begins, nothing is done; or null.
         schedule: made for the instance's tile sizes.
         scales: from dS K to dq; from scores (behind the score steps) to powers of two; from q k^T to what the first
             score step sees.
-        score_values: of the score steps, see :class:`magi_flex.kernels.ffa_score.KernelScore`.
+        score: what the calls' score mods are like; their values and factors may differ.
         sm_margin: multiprocessors that are left to others.
         bit_tiles: of the mask, where the instance has them.
     """
-    _, heads, q_len, head_dim = q_BHQD.shape
-    _, kv_heads, kv_len, _ = v_BGKE.shape
-    mask_batch, mask_heads, slots, _ = intervals.starts.shape
-    launcher = _launchers.get(instance, q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
-    columns, sms = instance.head_dim + instance.v_dim, launcher.multiprocessors - sm_margin
-    shares = deal(schedule, q_BHQD, v_BGKE, intervals.starts, instance.pack, columns, sms)
-    stream = torch._C._cuda_getCurrentRawStream(q_BHQD.device.index)
-    params = launcher.params
-    for index, x in enumerate((q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)):
-        params.move_map(index, x.data_ptr())
-    params.set_rest(
-        intervals.starts.data_ptr(),
-        intervals.ends.data_ptr(),
-        schedule.tile_rows.data_ptr(),
-        schedule.tile_runs.data_ptr(),
-        schedule.tile_heads.data_ptr(),
-        schedule.partial_runs.data_ptr(),
-        schedule.full_runs.data_ptr(),
-        row_shift,
-        row_delta,
-        dq_BHQD.data_ptr(),
-        work_counter if shares.items > shares.grid else 0,
-        split,
-        *dq_BHQD.stride()[:3],
-        *scales,
-        q_len,
-        kv_len,
-        padded_rows,
-        heads,
-        heads // kv_heads,
-        head_dim,
-        slots,
-        mask_batch,
-        mask_heads,
-        schedule.row_tiles,
-        shares.replicas,
-        shares.replica_heads,
-        shares.section,
-        *(score_values or launcher.no_steps),
-        *bit_tile_values(bit_tiles),
-        schedule.count.data_ptr(),
-    )
-    launcher.kernel.launch(shares.grid, _THREADS, params, stream)
+
+    def __init__(
+        self,
+        instance: GradientQInstance,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        d_out_BHQE: Tensor,
+        dq_BHQD: Tensor,
+        padded_rows: int,
+        split: int,
+        intervals: RowIntervals,
+        schedule: Schedule,
+        scales: tuple[float, float, float],
+        score: KernelScore | None = None,
+        sm_margin: int = 0,
+        bit_tiles: BitTiles | None = None,
+    ) -> None:
+        self._tables = intervals, schedule, bit_tiles  # whose addresses the parameters hold
+        self._kernel = load_kernel(instance, q_BHQD.device.index)
+        self._score = struct.Struct("<" + score_format(instance.score_steps, instance.generated))
+        self._params = cuda_driver.ParameterBlock(_MAPS, instance.params())
+        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
+        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
+        rows, keys = (64, instance.pack, instance.q_tile, 1), (64, instance.kv_tile, 1, 1)
+        boxes = ((q_BHQD, by_row, rows), (k_BGKD, by_key, keys), (v_BGKE, by_key, keys), (d_out_BHQE, by_row, rows))
+        for index, (x, axes, box) in enumerate(boxes):
+            self._params.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
+        _, heads, q_len, head_dim = q_BHQD.shape
+        _, kv_heads, kv_len, _ = v_BGKE.shape
+        mask_batch, mask_heads, slots, _ = intervals.starts.shape
+        columns, sms = instance.head_dim + instance.v_dim, cuda_driver.multiprocessors(q_BHQD.device) - sm_margin
+        shares = deal(schedule, q_BHQD, v_BGKE, intervals.starts, instance.pack, columns, sms)
+        self._grid = shares.grid
+        self._counts_items = shares.items > shares.grid
+        self._params.set_rest(
+            intervals.starts.data_ptr(),
+            intervals.ends.data_ptr(),
+            schedule.tile_rows.data_ptr(),
+            schedule.tile_runs.data_ptr(),
+            schedule.tile_heads.data_ptr(),
+            schedule.partial_runs.data_ptr(),
+            schedule.full_runs.data_ptr(),
+            *(0, 0, 0, 0),  # see __call__
+            split,
+            *dq_BHQD.stride()[:3],
+            *scales,
+            q_len,
+            kv_len,
+            padded_rows,
+            heads,
+            heads // kv_heads,
+            head_dim,
+            slots,
+            mask_batch,
+            mask_heads,
+            schedule.row_tiles,
+            shares.replicas,
+            shares.replica_heads,
+            shares.section,
+            *(score.values if score else (0,) * 7),
+            *bit_tile_values(bit_tiles),
+            schedule.count.data_ptr(),
+        )
+
+    def __call__(
+        self,
+        inputs: Sequence[int],
+        row_shift: int,
+        row_delta: int,
+        dq: int,
+        work_counter: int,
+        gradient_scale: float,
+        score: KernelScore | None,
+        stream: int,
+    ) -> None:
+        """Fill dq on ``stream``.
+
+        Args:
+            inputs: addresses of q, k, v and d_out; dq: address.
+            row_shift, row_delta: addresses of the statistics that the backward's ``prepare`` made, float32
+                ``[B * H / pack, padded_rows, pack]``.
+            work_counter: address of an int32 that is 0 when the kernel begins.
+            gradient_scale: the first of ``scales``, for this ``score``.
+        """
+        params = self._params
+        for index, address in enumerate(inputs):
+            params.move_map(index, address)
+        next_item = work_counter if self._counts_items else 0
+        params.set_part(_CALL_OFFSET, _CALL, row_shift, row_delta, dq, next_item)
+        if score is not None:
+            params.set_part(_SCALE_OFFSET, SCALE, gradient_scale)
+            params.set_part(_SCORE_OFFSET, self._score, *score.values)
+        self._kernel.launch(self._grid, _THREADS, params, stream)

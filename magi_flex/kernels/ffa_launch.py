@@ -1,49 +1,17 @@
-"""What launches of the Hopper kernels have in common.
-
-Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D query/key head dim, E value head dim.
-"""
+"""What launches of the Hopper kernels have in common."""
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+import struct
 
 import torch
-from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles
-from magi_flex.remember import remembered
 
-T = TypeVar("T")
+SCALE = struct.Struct("<f")
 BIT_TILES = "4Q4i"  # BitTileParams of the kernels, for the struct module
 LOG2_E = math.log2(math.e)
-_CAPACITY = 1024
-
-
-class LauncherCache(threading.local, Generic[T]):
-    """Launchers (what a launch needs that does not depend on addresses and masks) by geometry.
-
-    Each thread has its own, because a launch writes into the launcher's parameter blocks.
-
-    Args:
-        make: a launcher for an instance of a kernel and tensors of this geometry.
-    """
-
-    def __init__(self, make: Callable[..., T]) -> None:
-        self._make = make
-        self._by_geometry: dict[Hashable, T] = {}
-
-    def get(self, instance: Hashable, *tensors: Tensor) -> T:
-        geometry = (instance, tensors[0].device.index, *[(x.shape, x.stride()) for x in tensors])
-        return remembered(self._by_geometry, geometry, lambda: self._make(instance, *tensors), _CAPACITY)
-
-
-@functools.lru_cache(maxsize=16)
-def multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def kernel_dtype(dtype: torch.dtype) -> str:

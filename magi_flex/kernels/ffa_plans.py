@@ -10,11 +10,11 @@ from torch import Tensor
 
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.cuda_driver import multiprocessors
 from magi_flex.kernels.ffa_backward import BackwardInstance
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, plan_backward
 from magi_flex.kernels.ffa_forward import ForwardInstance
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance
-from magi_flex.kernels.ffa_launch import multiprocessors
 from magi_flex.kernels.ffa_schedule import Schedule, device_schedule, make_schedule
 from magi_flex.kernels.plan_cache import derived
 from magi_flex.kernels.request import AttentionRequest
@@ -39,7 +39,7 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
     batch, heads = request.q.shape[:2]
     sizes = (instance.rows, instance.keys, batch, heads, request.k.shape[1])
     pack = instance.pack
-    processors = multiprocessors(request.q.device.index)
+    processors = multiprocessors(request.q.device)
 
     def build() -> BackwardSchedule:
         return plan_backward(request.plan, *sizes, processors, split, pack)
@@ -58,6 +58,8 @@ def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:
     def build() -> bool | Tensor:
         if isinstance(plan.structure, Band):
             return plan.structure.area(plan.q_len, plan.kv_len) < limit * plan.q_len
+        if plan.outline is not None:
+            return plan.outline.area < limit * plan.starts[:, :, 0].numel()
         keys = (plan.ends - plan.starts).clamp_(min=0).sum(dtype=torch.int64)
         few = keys < limit * plan.starts[:, :, 0].numel()
         return few.int().view(1) if has_room(plan) else bool(few)

@@ -112,7 +112,7 @@ def launch_combine(
 
     The parts are contiguous float32, at most MAX_PARTS; the head dim is a multiple of 8, at most 256.
     """
-    device_index = out_BHQE.device.index
+    device = out_BHQE.device
     batch, heads, q_len, v_dim = out_BHQE.shape
     rows = batch * heads * q_len
     params = cuda_driver.ParameterBlock(0, _PARAMS)
@@ -130,5 +130,5 @@ def launch_combine(
         q_len,
         v_dim,
     )
-    kernel = _kernel(dtype, out_BHQE.dtype == torch.float32, device_index)
-    kernel.launch(-(-rows // _ROWS), _THREADS, params, torch._C._cuda_getCurrentRawStream(device_index))
+    kernel = _kernel(dtype, out_BHQE.dtype == torch.float32, device.index)
+    kernel.launch(-(-rows // _ROWS), _THREADS, params, cuda_driver.current_stream(device))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from magi_flex.kernels.cuda_driver import capture_id
+from magi_flex.kernels.cuda_driver import capture_id, current_stream
 
 T = TypeVar("T")
 _ALIGNMENT = 256
@@ -97,7 +97,7 @@ def shared(scratch: Tensor, what: Hashable, build: Callable[[], T]) -> T:
 
 
 def _capture_of(scratch: Tensor) -> int | None:
-    return capture_id(torch.cuda.current_stream(scratch.device).cuda_stream) if scratch.is_cuda else 0
+    return capture_id(current_stream(scratch.device)) if scratch.is_cuda else 0
 
 
 def _mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from magi_flex.kernels.cuda_driver import is_tma_ready, on_device
+from magi_flex.kernels.cuda_driver import is_tma_ready, multiprocessors, on_device
 from magi_flex.kernels.hopper_backward import kv_kernel, q_kernel
 from magi_flex.kernels.hopper_forward import forward_kernel
 from magi_flex.kernels.layout import empty_in_order, fill_order
@@ -24,7 +24,6 @@ from magi_flex.kernels.triton_launch import (
     index_maps,
     mask_constants,
     mask_tensors,
-    multiprocessors,
     replicas_of,
     row_strides,
     unit_stride,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from magi_flex.kernels.cuda_driver import current_stream
 from magi_flex.kernels.graph_scratch import shared
 from magi_flex.mask_plan import MaskPlan
 
@@ -52,16 +53,20 @@ def derived(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
 
 
 def kept(plan: MaskPlan, what: Hashable, build: Callable[[], T]) -> T:
-    """``build()``, or what it gave earlier for the same ``what`` and the same, unchanged tensors of ``plan``.
+    """``build()``, or what it gave earlier on the current stream for the same ``what`` and the same, unchanged tensors
+    of ``plan``.  Other streams would not wait for it, nor the memory's next owner for them.
 
     Nothing is kept for inference tensors, which do not count their changes, nor while a CUDA graph is captured, since
     the captured work is then replayed on other contents, nor inside :func:`nothing_kept`.
     """
     tensors = plan.tensors
+    device = tensors[0].device
     if not _keeping.on or not plan.counts_changes:
         return build()
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return build()
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return build()
+        what = what, current_stream(device)
     state = [(x.data_ptr(), x.shape, x._version) for x in tensors]
     memo: dict[Hashable, tuple[Any, T]] = plan.memo
     entry = memo.get(what)

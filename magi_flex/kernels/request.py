@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.fx_program import FxProgram
-from magi_flex.kernels.checks import Layout, check_known_inputs, check_plan
+from magi_flex.kernels.checks import Layout, check_plan
 from magi_flex.kernels.merge import merge_lse
 from magi_flex.mask_plan import MaskPlan
 
@@ -119,10 +119,6 @@ class AttentionRequest:
     def __post_init__(self) -> None:
         layout = Layout.of(self.q, self.k, self.v)
         object.__setattr__(self, "layout", layout)
-        check_known_inputs(layout)
-        q, k, _ = layout.shapes
-        if k[0] != q[0]:
-            raise ValueError(f"key: has batch size {k[0]}; kernels need that of query, {q[0]}")
         check_plan(self.plan, layout)
 
     @property

@@ -6,14 +6,13 @@ E value head dim, S splits.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from magi_flex.kernels.cuda_driver import on_device
+from magi_flex.kernels.cuda_driver import multiprocessors, on_device
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionOutput, AttentionRequest, IndexMap
 from magi_flex.kernels.triton_backward import delta_kernel, kv_kernel, q_kernel
@@ -33,11 +32,6 @@ def has_unit_stride(x: Tensor) -> bool:
 def unit_stride(x: Tensor) -> Tensor:
     """``x``, or a copy whose last dimension is contiguous, which is all that the kernels ask for."""
     return x if has_unit_stride(x) else x.contiguous()
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:

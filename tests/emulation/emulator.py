@@ -120,7 +120,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     monkeypatch.setattr(cuda_driver, "fill_zero", lambda x, stream: x.zero_())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for module in (ffa, ffa_plans, ffa_forward, ffa_backward, ffa_gradient_q, ffa_split, ffa_copy_rows):
+    for module in (cuda_driver, ffa, ffa_plans, ffa_forward, ffa_backward, ffa_gradient_q, ffa_split, ffa_copy_rows):
         if hasattr(module, "multiprocessors"):
             monkeypatch.setattr(module, "multiprocessors", lambda device: PROCESSORS)
         if hasattr(module, "compile_cubin"):

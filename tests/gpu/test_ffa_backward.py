@@ -12,7 +12,7 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa, ffa_backward
 from magi_flex.kernels.ffa import FfaBackend
-from magi_flex.kernels.ffa_backward import BackwardInstance, launch_backward
+from magi_flex.kernels.ffa_backward import BackwardInstance, BackwardLaunch
 from magi_flex.kernels.ffa_backward_schedule import make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionGradients, AttentionRequest, Multiply, ScoreProgram
 from magi_flex.kernels.tile_plans import choose_builder, has_room
@@ -265,9 +265,9 @@ def test_every_way_to_split_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
             schedule = make_backward_schedule(tiles, mask_heads, split)
             results = [torch.full_like(x, torch.nan) for x in (q, k, v)]
             out, lse = exact.out.to(q.dtype), exact.lse.float()
-            launch_backward(
-                instance, q, k, v, out, lse, d_out, None, plan.intervals, schedule, 0.1, *results, sm_margin=100
-            )
+            like = (q, k, v, out, d_out, *results)
+            launch = BackwardLaunch(instance, *like, plan.intervals, schedule, 0.1, sm_margin=100)
+            launch(q, k, v, out, lse, d_out, None, *results)
             for actual, wanted in zip(results, (exact.dq, exact.dk, exact.dv), strict=True):
                 assert (actual.double() - wanted).norm() < 1e-2 * wanted.norm(), (mask_batch, mask_heads, split)
 
@@ -286,7 +286,8 @@ def test_only_the_tensor_is_written() -> None:
     schedule = plan_backward(plan, 64, 128, len(dense), heads, heads, 132)
     out, lse = exact.out.to(q.dtype), exact.lse.float()
     instance = BackwardInstance(q.dtype, 128, 128)
-    launch_backward(instance, q, k, v, out, lse, d_out, None, plan.intervals, schedule, 0.1, *inner)
+    launch = BackwardLaunch(instance, q, k, v, out, d_out, *inner, plan.intervals, schedule, 0.1)
+    launch(q, k, v, out, lse, d_out, None, *inner)
     for actual, wanted in zip(inner, (exact.dq, exact.dk, exact.dv), strict=True):
         assert (actual.double() - wanted).norm() < 1e-2 * wanted.norm()
         actual.fill_(7.0)
@@ -305,8 +306,10 @@ def test_cuda_graph_replays() -> None:
     results = [torch.empty_like(x) for x in (q, k, v)]
     instance = BackwardInstance(q.dtype, 128, 128)
 
+    kernels = BackwardLaunch(instance, q, k, v, out, d_out, *results, request.plan.intervals, schedule, 0.1)
+
     def launch() -> None:
-        launch_backward(instance, q, k, v, out, lse, d_out, None, request.plan.intervals, schedule, 0.1, *results)
+        kernels(q, k, v, out, lse, d_out, None, *results)
 
     launch()
     torch.cuda.synchronize()

@@ -1,0 +1,55 @@
+"""How much there is to do at which keys: what a host may know of a mask whose intervals are on a device.
+
+Shape legend: B mask batch, H mask heads (1 = shared), R intervals of a row, Q query rows, N blocks of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_flex.intervals import RowIntervals
+
+BLOCK = 128  # keys
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """Counts of a mask, exact, on the CPU.
+
+    Attributes:
+        area_BH: int64, attended (query, key) pairs.
+        rows_BHN: int64, rows that attend to any key of each block of BLOCK keys.
+    """
+
+    area_BH: Tensor
+    rows_BHN: Tensor
+
+    @staticmethod
+    def of(intervals: RowIntervals) -> Outline:
+        """Reads the data: one transfer from the mask's device."""
+        starts_BHRQ, ends_BHRQ = intervals.starts, intervals.ends
+        batch, heads = starts_BHRQ.shape[:2]
+        blocks = -(-intervals.kv_len // BLOCK)
+        used = ends_BHRQ > starts_BHRQ
+        first = starts_BHRQ.clamp(max=blocks * BLOCK) // BLOCK
+        end = torch.where(used, (ends_BHRQ + (BLOCK - 1)) // BLOCK, 0)
+        # An interval may begin in the block in which the one before ends: a row counts once.
+        first[:, :, 1:] = torch.maximum(first[:, :, 1:], end[:, :, :-1])
+        counted = (used & (end > first)).flatten(2).long()
+        steps = torch.zeros(batch, heads, blocks + 1, dtype=torch.int64, device=starts_BHRQ.device)
+        steps.scatter_add_(2, first.flatten(2).long(), counted)
+        steps.scatter_add_(2, end.flatten(2).long(), -counted)
+        area_BH1 = intervals.row_area().sum(2, keepdim=True)
+        both = torch.cat((area_BH1, steps[..., :blocks].cumsum(2)), 2).cpu()
+        return Outline(both[..., 0], both[..., 1:])
+
+    @property
+    def area(self) -> int:
+        return int(self.area_BH.sum())
+
+    def of_heads(self, heads: slice) -> Outline:
+        """Of some of a mask's heads."""
+        return Outline(self.area_BH[:, heads], self.rows_BHN[:, heads])
