@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
+from inductor_lowering.torch_compat import tracing_alone
 from magi_flex.remember import remembered
 
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos}
@@ -31,6 +32,10 @@ _stock_create_fw_bw_graph = _higher_order.create_fw_bw_graph  # type: ignore[att
 def install(serving: Callable[[], bool]) -> None:
     """Wrap FlexAttention's trace of gradients; it does what it did where ``serving`` is false."""
 
+    def trace(*call: Any) -> Any:
+        with tracing_alone():
+            return _stock_create_fw_bw_graph(*call)[1]
+
     def create_fw_bw_graph(score_mod: Any, index_values: Any, other_buffers: Any) -> Any:
         known: dict[Hashable, Any] = {}
         kind = None
@@ -39,8 +44,10 @@ def install(serving: Callable[[], bool]) -> None:
             known, kind = _joint_graphs.setdefault(score_mod, {}), _kind_of_call(index_values, other_buffers)
             score_mod = floats_as_tensors(score_mod)
         try:
-            trace = functools.partial(_stock_create_fw_bw_graph, score_mod, index_values, other_buffers)
-            return score_mod, trace()[1] if kind is None else remembered(known, kind, lambda: trace()[1], _MOST_KINDS)
+            if kind is None:
+                return score_mod, trace(score_mod, index_values, other_buffers)
+            joint = functools.partial(trace, score_mod, index_values, other_buffers)
+            return score_mod, remembered(known, kind, joint, _MOST_KINDS)
         except PendingUnbackedSymbolNotFound as error:
             raise RuntimeError(
                 "score_mod: does more with a captured Python float that changes between calls than arithmetic; capture "

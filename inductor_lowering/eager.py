@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._pytree import tree_leaves
 
 from inductor_lowering.tile_program import JOINT_SCALARS, SCORE_SCALARS
-from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index
+from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index, tracing_alone
 from inductor_lowering.translate import MaskInputs, Stock, backend_choice, refuse_stock_for_sharded, translate
 from magi_flex import ops, plan_memo
 from magi_flex.kernels.layout import fill_order
@@ -222,5 +222,5 @@ def _trace(function: Any, args: Sequence[Any], symbolic: bool) -> GraphModule:
             else x
             for x in args
         ]
-    with torch.no_grad(), fake, item_access_as_index():
+    with tracing_alone(), torch.no_grad(), fake, item_access_as_index():
         return make_fx(function, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*stand_ins)

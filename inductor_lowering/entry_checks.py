@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as flex_attention_module
 from torch import Tensor
+from torch._dynamo.convert_frame import compile_lock
 
 from inductor_lowering import captured_floats
+from inductor_lowering.pass_config import configure
 from inductor_lowering.torch_compat import current_compiler
 from magi_flex.kernels.checks import Layout, check_inputs
 
@@ -24,6 +26,7 @@ COMPILERS: list[Callable[..., Any]] = []  # functions that compile with our kern
 _stock_validate_device = flex_attention_module._validate_device
 _stock_apply_kernel_options = flex_attention_module._apply_kernel_options
 _stock_warn_once = flex_attention_module._warn_once
+_stock_compilation_env = flex_attention_module.setup_compilation_env
 
 
 def install() -> None:
@@ -31,7 +34,13 @@ def install() -> None:
     flex_attention_module._validate_device = _validate_device
     flex_attention_module._apply_kernel_options = _apply_kernel_options
     flex_attention_module._warn_once = _warn_once
+    flex_attention_module.setup_compilation_env = _CompilationEnvironment
     captured_floats.install(serving)
+
+
+@torch._dynamo.assume_constant_result
+def _configure_this_thread() -> None:
+    configure(ACTIVE_BACKEND)
 
 
 @torch._dynamo.assume_constant_result
@@ -50,6 +59,7 @@ def _served_on_cpu(query: Tensor) -> bool:
 
 
 def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    _configure_this_thread()
     if serving():
         check_inputs(Layout.of(query, key, value))
     if not _served_on_cpu(query):
@@ -79,3 +89,21 @@ def _apply_kernel_options(
 def _warn_once(warning_id: str, message: str, category: type[Warning] = UserWarning) -> None:
     if ACTIVE_BACKEND is None or warning_id != "flex_attention_performance":
         _stock_warn_once(warning_id, message, category)
+
+
+class _CompilationEnvironment:
+    """Stock's context of an eager call, which puts FX's global state aside and brings it back.
+
+    Done while another thread traced, that thread's state was brought back for good, and nothing compiled any more.
+    """
+
+    def __init__(self) -> None:
+        self._stock = _stock_compilation_env()
+
+    def __enter__(self) -> Any:
+        with compile_lock:
+            return self._stock.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        with compile_lock:
+            return self._stock.__exit__(*error)

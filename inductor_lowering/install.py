@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +13,8 @@ import torch
 import torch._inductor.config as inductor_config
 
 from inductor_lowering import eager, entry_checks
-from inductor_lowering.joint_pass import JointPass
-from inductor_lowering.torch_compat import custom_passes, register_dynamo_backend
+from inductor_lowering.pass_config import configure, joint_pass
+from inductor_lowering.torch_compat import register_dynamo_backend
 from magi_flex.kernels.route import AUTO, check_choice
 from magi_flex.kernels.tile_plans import builder_choice, check_builder, choose_builder
 
@@ -72,18 +70,12 @@ def is_enabled() -> bool:
 def _switch(backend: str | None, plans: str = AUTO) -> None:
     with _lock:
         choose_builder(plans)
-        passes = [p for p in custom_passes(inductor_config.joint_custom_pre_pass) if not isinstance(p, JointPass)]
-        for ours in custom_passes(inductor_config.joint_custom_pre_pass):
-            if isinstance(ours, JointPass):
-                passes = [*ours.before, *passes]
         if backend is not None:
-            inductor_config.joint_custom_pre_pass = JointPass(backend, passes, source_hash())
             register_dynamo_backend("magi_flex", magi_flex_backend)
             entry_checks.install()
-        else:
-            inductor_config.joint_custom_pre_pass = (passes[0] if len(passes) == 1 else passes) or None
         eager.install(backend)
         entry_checks.ACTIVE_BACKEND = backend
+        configure(backend)
 
 
 def magi_flex_backend(
@@ -103,9 +95,8 @@ def magi_flex_backend(
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
     backend = check_choice(patches.pop("magi_backend", entry_checks.ACTIVE_BACKEND or AUTO))
-    before = custom_passes(patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass))
-    earlier = [p for p in before if not isinstance(p, JointPass)]
-    patches["joint_custom_pre_pass"] = JointPass(backend, earlier, source_hash())
+    passes = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+    patches["joint_custom_pre_pass"] = joint_pass(backend, passes)
     return compile_fx(module, inputs, config_patches=patches)
 
 
@@ -113,14 +104,3 @@ entry_checks.install()  # the stock checks, unless magi_flex compiles or is enab
 entry_checks.COMPILERS.append(magi_flex_backend)
 if torch.distributed.is_available():
     importlib.import_module("magi_flex.distributed.sharding").install()  # FlexAttention on DTensors
-
-
-@functools.cache
-def source_hash() -> str:
-    """Identifies our own code in compile caches."""
-    digest = hashlib.sha256()
-    for package in ("inductor_lowering", "magi_flex"):
-        root = Path(__file__).parent.parent / package
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()

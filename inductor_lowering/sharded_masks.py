@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from inductor_lowering.canonical import example_of, expression, form
-from inductor_lowering.torch_compat import item_access_as_index
+from inductor_lowering.torch_compat import item_access_as_index, tracing_alone
 from magi_flex.bit_tiles import BitTiles
 from magi_flex.canonical_mask import CanonicalMaskMod
 from magi_flex.fx_program import FxProgram
@@ -57,6 +57,6 @@ def _expression_of(example: CanonicalMaskMod, one_order: bool) -> tuple[Any, ...
     indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]  # inputs are known apart as objects
     order = torch.zeros(1, dtype=torch.int64)
     handle = torch.zeros(HANDLE_SHAPE, dtype=torch.int64)
-    with torch.no_grad(), item_access_as_index():
+    with tracing_alone(), torch.no_grad(), item_access_as_index():
         graph = make_fx(mask_mod, tracing_mode="real")(*indices, handle, order, order.clone(), *tensors)
     return expression(FxProgram.from_graph(graph))[0]

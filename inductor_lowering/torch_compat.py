@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,24 @@ def item_access_as_index() -> Any:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+@contextmanager
+def tracing_alone() -> Iterator[None]:
+    """Context of a trace by make_fx outside of Dynamo, while other threads may trace, compile or call.
+
+    FX keeps its state in globals.  Dynamo's lock lets one thread at a time trace, and its flag keeps calls of compiled
+    functions on other threads from being taken for part of the trace.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 def rank_identity() -> tuple[Any, ...]:

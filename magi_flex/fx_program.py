@@ -34,10 +34,11 @@ _IDENTITIES = {
     torch.ops.aten.lift_fresh_copy.default,
 }
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pow)
-} | {"sym_max": torch.sym_max, "sym_min": torch.sym_min}
-_PYTHON_NAMES = {f: name for name, f in PYTHON_FUNCTIONS.items()}
+    **{f.__name__: f for f in (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv)},
+    **{f.__name__: f for f in (operator.mod, operator.neg, operator.pow, abs)},
+    **{"sym_max": torch.sym_max, "sym_min": torch.sym_min},
+}
+_PYTHON_NAMES = {**{f: name for name, f in PYTHON_FUNCTIONS.items()}, operator.abs: "abs"}  # a function of its own
 
 
 class UnsupportedProgram(Exception):

@@ -49,6 +49,22 @@ def test_training(compiled: bool, dtype: torch.dtype) -> None:
             assert number < 2 or counters["unique_graphs"] == before
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_arithmetic_between_numbers(compiled: bool) -> None:
+    """Quotients and magnitudes of captured floats, in inference: our kernels compute them."""
+
+    def attend_capped(value: float, *inputs: Any) -> Tensor:
+        return attend(*inputs, lambda s, b, h, q, k: torch.tanh(s * (1 / value)) * abs(value))
+
+    torch._dynamo.reset()
+    function = torch.compile(attend_capped, fullgraph=True) if compiled else attend_capped
+    inputs = qkv(q_len=20, kv_heads=4, grad=False)
+    with magi_flex.enable():
+        for value in (1.5, 0.7, -1.25):
+            scores = torch.tanh(inputs[0] @ inputs[1].mT / 4 / value) * abs(value)
+            torch.testing.assert_close(function(value, *inputs), scores.softmax(-1) @ inputs[2], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_hard_mask_beside_whole_numbers(compiled: bool, dtype: torch.dtype) -> None:

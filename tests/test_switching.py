@@ -6,19 +6,23 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 import magi_flex
 from inductor_lowering.install import magi_flex_backend
 from inductor_lowering.joint_pass import JointPass
+from inductor_lowering.torch_compat import tracing_alone
 from magi_flex import ops
 from magi_flex.kernels import tile_plans
 from tests.compiling import attend, qkv
@@ -106,6 +110,58 @@ def test_named_backend_acts_on_one_compilation(calls: Calls) -> None:
     with pytest.raises(NotImplementedError, match="backward on CPU"):
         train(function)
     assert calls.count == 3
+
+
+def test_other_threads_follow_the_switch(calls: Calls) -> None:
+    """Each thread has an Inductor configuration of its own from torch 2.13 on; the switch is for all of them."""
+    torch._dynamo.reset()
+    function = torch.compile(attend, fullgraph=True)
+    magi_flex.enable()
+    with ThreadPoolExecutor(1) as thread, fresh_cache():
+        thread.submit(train, function).result()
+        assert calls.backends == ["auto"]
+        magi_flex.enable(backend="tiled")
+        thread.submit(train, function).result()
+        assert calls.backends == ["auto", "tiled"]
+        magi_flex.disable()
+        with pytest.raises(Exception, match="backward on CPU"):
+            thread.submit(train, function).result()
+        thread.submit(function, *qkv(q_len=20, grad=False)).result()
+        assert thread.submit(lambda: inductor_config.joint_custom_pre_pass).result() is None
+    assert calls.count == 2
+
+
+def test_threads_trace_one_at_a_time(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FX keeps what it patches in globals; threads that traced mods of eager calls beside each other left it broken."""
+    unlocked, trace = [], torch.fx.Tracer.trace
+
+    def watched(*args: Any, **options: Any) -> Any:
+        if not compile_lock._is_owned():
+            unlocked.append("".join(traceback.format_stack()))
+        return trace(*args, **options)
+
+    monkeypatch.setattr(torch.fx.Tracer, "trace", watched)
+    with magi_flex.enable():
+        table = torch.randn(23, requires_grad=True)
+        out = attend(*qkv(q_len=23, dim=7), lambda s, b, h, q, k: (s + table[k]).clamp(max=3))
+        torch.autograd.grad(out.sum(), table)
+    assert not unlocked, unlocked[0]
+
+
+def test_an_eager_call_leaves_the_trace_of_another_thread_alone(calls: Calls) -> None:
+    """The call waits for the trace: it would bring the flag of the trace back when it is over."""
+    inputs = qkv(q_len=23, dim=7)
+    with magi_flex.enable(), ThreadPoolExecutor(1) as thread:
+        with tracing_alone():
+            torch.fx._symbolic_trace._is_fx_tracing_flag = True
+            try:
+                call = thread.submit(attend, *inputs)
+                with pytest.raises(TimeoutError):
+                    call.result(timeout=0.2)
+            finally:
+                torch.fx._symbolic_trace._is_fx_tracing_flag = False
+        call.result()
+    assert not torch.fx._symbolic_trace._is_fx_tracing_flag
 
 
 # ---- other joint passes ---------------------------------------------------------------------------------------------
