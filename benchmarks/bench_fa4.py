@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, Row, Work, attention_tflops, leave, table, write_results
-from benchmarks.workloads import MASKS, bounds, document_lengths
+from benchmarks.workloads import MASKS, document_lengths, mask_plan
 from inductor_lowering.to_intervals import plan_from_mask_mod
 from magi_flex import mods
 from magi_flex.intervals import RowIntervals
@@ -51,8 +51,7 @@ OTHERS = ("sink_window", "document_prefix_lm", "shared_prefix", "images")
 def plan_of(mask: str, length: int) -> MaskPlan:
     """The mask's plan on the GPU."""
     if mask in MASKS:
-        lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
-        return MaskPlan(RowIntervals(lo, hi, length))
+        return mask_plan(mask, length)
     return plan_from_mask_mod(_mask_mod(mask, length), 1, 1, length, length, "cuda")
 
 

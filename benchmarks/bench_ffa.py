@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.bench_fa4 import forward_alone, package_masks
-from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import MASKS, bounds
-from magi_flex.intervals import RowIntervals
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, call_ms, leave, table, write_results
+from benchmarks.workloads import MASKS, attention_tensors, mask_plan
+from magi_flex.kernels.cuda_driver import multiprocessors
 from magi_flex.kernels.fa4 import Fa4Backend
 from magi_flex.kernels.ffa import forward_instance, forward_schedule
 from magi_flex.kernels.ffa_forward import ForwardLaunch
@@ -53,20 +53,13 @@ def flash_attention_4(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor) -> dict[s
 
 def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, int], rounds: int) -> Row:
     head_dim, v_dim = dims
-    torch.manual_seed(0)
-    kind = dict(device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(1, heads, length, head_dim, **kind)
-    k = torch.randn(1, kv_heads, length, head_dim, **kind)
-    v = torch.randn(1, kv_heads, length, v_dim, **kind)
-    lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
-    plan = MaskPlan(RowIntervals(lo, hi, length))
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    q, k, v, out = attention_tensors(length, heads, kv_heads, dims)
+    plan = mask_plan(mask, length)
     instance = forward_instance(
         q.dtype, head_dim, v_dim, heads // kv_heads, 1,
-        rows=heads * length, multiprocessors=sms, counted=has_room(plan),
+        rows=heads * length, multiprocessors=multiprocessors(q.device), counted=has_room(plan),
     )  # fmt: skip
     schedule = forward_schedule(plan, instance)
-    out = torch.empty(1, heads, length, v_dim, **kind)
     lse = torch.empty(1, heads, length, device="cuda")
     launch = ForwardLaunch(instance, q, k, v, out, plan.intervals, schedule, head_dim**-0.5)
     sides: dict[str, Work | None] = {
@@ -74,16 +67,8 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, dims: tuple[int, 
         "cudnn": cudnn(q, k, v, mask),
         **flash_attention_4(plan, *(x.transpose(1, 2).contiguous() for x in (q, k, v))),
     }
-    # Many short launches in one measurement, so that nobody waits for the host.
-    repeat = max(1, 8192 // length) ** 2
-
-    def several(work: Work) -> Work:
-        return lambda: [work() for _ in range(repeat)]
-
-    candidates = {name: several(work) for name, work in sides.items() if work is not None}
-    timings = interleave(candidates, repeats=rounds, device="cuda")
+    ms = call_ms(sides, max(1, 8192 // length) ** 2, rounds, q.device)
     area = plan.area()
-    ms = {name: timing.median_ms / repeat for name, timing in timings.items()}
     rate = {name: attention_tflops(area, heads, head_dim, v_dim, "fwd", value) for name, value in ms.items()}
     beside = {name: value for name, value in rate.items() if name != "ffa"}
     return Row(

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from benchmarks.bench_fa4 import alone, package_masks
 from benchmarks.bench_ffa import cudnn
-from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import MASKS, WINDOW, bounds, many_documents, shared_prefixes
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, call_ms, leave, table, write_results
+from benchmarks.workloads import MASKS, WINDOW, attention_tensors, many_documents, mask_plan, shared_prefixes
 from magi_flex.intervals import RowIntervals
+from magi_flex.kernels.cuda_driver import multiprocessors
 from magi_flex.kernels.fa4 import Fa4Backend
 from magi_flex.kernels.ffa import FfaBackend, backward_instance, forward_schedule, gradient_q_instance
 from magi_flex.kernels.ffa_backward import BackwardLaunch, GradientQ
@@ -77,15 +78,8 @@ def measure(
     rounds: int,
 ) -> Row:
     head_dim, v_dim = dims
-    torch.manual_seed(0)
-    kind = dict(device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(1, heads, length, head_dim, **kind)
-    k = torch.randn(1, kv_heads, length, head_dim, **kind)
-    v = torch.randn(1, kv_heads, length, v_dim, **kind)
-    d_out = torch.randn(1, heads, length, v_dim, **kind)
-    lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
-    plan = MaskPlan(RowIntervals(lo, hi, length), structure=BANDS.get(mask))
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    q, k, v, d_out = attention_tensors(length, heads, kv_heads, dims)
+    plan = mask_plan(mask, length, BANDS.get(mask))
     instance = backward_instance(q.dtype, head_dim, v_dim)
     scale = head_dim**-0.5
     forward = FfaBackend().forward(AttentionRequest(q, k, v, plan, scale))
@@ -105,7 +99,7 @@ def measure(
         given = forward if score.is_identity else FfaBackend().forward(request)
         return lambda: FfaBackend().backward(request, given.out, given.lse, d_out, None)
 
-    chosen = plan_backward(plan, instance.rows, instance.keys, 1, heads, kv_heads, sms)
+    chosen = plan_backward(plan, instance.rows, instance.keys, 1, heads, kv_heads, multiprocessors(q.device))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sides: dict[str, Work | None] = {"ffa": whole(False, ScoreProgram())}
     for split in splits:
@@ -116,14 +110,7 @@ def measure(
         sides["ffa_softcap"] = whole(False, ScoreProgram(steps=(Softcap(30.0),)))
     sides["cudnn"] = gradients_of(cudnn(leaves[0], leaves[1], leaves[2], mask), leaves, d_out)
     sides |= flash_attention_4(plan, *(x.transpose(1, 2).contiguous() for x in (q, k, v, d_out)))
-    repeat = max(1, 8192 // length) ** 2  # short launches: nobody waits for the host
-
-    def several(work: Work) -> Work:
-        return lambda: [work() for _ in range(repeat)]
-
-    candidates = {name: several(work) for name, work in sides.items() if work is not None}
-    timings = interleave(candidates, repeats=rounds, device="cuda")
-    ms = {name: timing.median_ms / repeat for name, timing in timings.items()}
+    ms = call_ms(sides, max(1, 8192 // length) ** 2, rounds, q.device)
     area = plan.area()
     rate = {name: attention_tflops(area, heads, head_dim, v_dim, "bwd", value) for name, value in ms.items()}
     beside = {name: value for name, value in rate.items() if name != "ffa"}
@@ -137,23 +124,19 @@ def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, round
     """Very many intervals beside one causal triangle of the same area, forward and backward."""
     head_dim, plans = 128, [MaskPlan(RowIntervals(rows.starts.cuda(), rows.ends.cuda(), rows.kv_len))]
     triangle = math.isqrt(2 * plans[0].area())
-    lo, hi = (x.cuda().view(1, 1, 1, triangle) for x in bounds("causal", triangle))
-    plans.append(MaskPlan(RowIntervals(lo, hi, triangle)))
+    plans.append(mask_plan("causal", triangle))
     works: dict[str, list[Work]] = {"fwd": [], "bwd": []}
     for plan in plans:
-        q, d_out, k, v = (
-            torch.randn(1, n, plan.q_len, head_dim, device="cuda", dtype=torch.bfloat16)
-            for n in (heads, heads, kv_heads, kv_heads)
-        )
+        q, k, v, d_out = attention_tensors(plan.q_len, heads, kv_heads, (head_dim, head_dim))
         request = AttentionRequest(q, k, v, plan, head_dim**-0.5)
         given = FfaBackend().forward(request)
         works["fwd"].append(functools.partial(FfaBackend().forward, request))
         works["bwd"].append(functools.partial(FfaBackend().backward, request, given.out, given.lse, d_out, None))
     found = []
     for direction, pair in works.items():
-        timings = interleave(dict(zip(("ffa", "triangle"), pair, strict=True)), repeats=rounds, device="cuda")
+        ms = call_ms(dict(zip(("ffa", "triangle"), pair, strict=True)), 1, rounds, "cuda")
         rate = {
-            side: attention_tflops(plan.area(), heads, head_dim, head_dim, direction, timings[side].median_ms)
+            side: attention_tflops(plan.area(), heads, head_dim, head_dim, direction, ms[side])
             for side, plan in zip(("ffa", "triangle"), plans, strict=True)
         }
         found.append(
@@ -166,7 +149,7 @@ def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, round
                 head_dim,
                 "bfloat16",
                 direction,
-                timings["ffa"].median_ms,
+                ms["ffa"],
                 rate["ffa"],
                 {"triangle": rate["triangle"]},
                 {"triangle_rows": triangle},

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.bench_ffa_backward import gradients_of
-from benchmarks.harness import RESULTS, Row, Work, attention_tflops, interleave, leave, table, write_results
-from benchmarks.workloads import BLOCK, MASKS, WINDOW, bounds, document_lengths
+from benchmarks.harness import RESULTS, Row, Work, attention_tflops, call_ms, leave, table, write_results
+from benchmarks.workloads import BLOCK, MASKS, WINDOW, attention_tensors, document_lengths, mask_plan
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.kernels.triton_backend import TritonBackend
@@ -49,13 +49,8 @@ def stock_mask(mask: str, length: int) -> BlockMask | None:
 
 def measure(mask: str, length: int, heads: int, kv_heads: int, head_dim: int, rounds: int) -> list[Row]:
     """Forward and backward."""
-    torch.manual_seed(0)
-    kind: dict[str, Any] = dict(device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(1, heads, length, head_dim, **kind)
-    k, v = (torch.randn(1, kv_heads, length, head_dim, **kind) for _ in range(2))
-    d_out = torch.randn_like(q)
-    lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
-    plan = MaskPlan(RowIntervals(lo, hi, length))
+    q, k, v, d_out = attention_tensors(length, heads, kv_heads, (head_dim, head_dim))
+    plan = mask_plan(mask, length)
     request = AttentionRequest(q, k, v, plan, head_dim**-0.5)
     block_mask = stock_mask(mask, length)
     flex = torch.compile(flex_attention, fullgraph=True)
@@ -77,7 +72,7 @@ def measure(mask: str, length: int, heads: int, kv_heads: int, head_dim: int, ro
     }
     rows = []
     for direction, works in sides.items():
-        ms = _times(works, max(1, 32768 // length), rounds)
+        ms = call_ms(works, max(1, 32768 // length), rounds, "cuda")
         rate = {
             name: attention_tflops(plan.area(), heads, head_dim, head_dim, direction, value)
             for name, value in ms.items()
@@ -101,23 +96,12 @@ def measure_decoding(length: int, heads: int, kv_heads: int, head_dim: int, roun
         "triton": lambda: KERNEL.forward(request),
         "flex": lambda: flex(q, k, v, enable_gqa=True),
     }
-    ms = _times(works, 20, rounds)
+    ms = call_ms(works, 20, rounds, "cuda")
     gigabytes = (k.nbytes + v.nbytes) / 1e9
     return Row(
         "decoding", "triton", "full", length, f"{heads}:{kv_heads}", head_dim, "bfloat16", "fwd", ms["triton"],
         beside={"flex": ms["flex"]}, more={"GB/s": gigabytes / ms["triton"] * 1e3},
     )  # fmt: skip
-
-
-def _times(works: dict[str, Work | None], repeat: int, rounds: int) -> dict[str, float]:
-    """Milliseconds; many short launches in one measurement, so that nobody waits for the host."""
-
-    def several(work: Work) -> Work:
-        return lambda: [work() for _ in range(repeat)]
-
-    candidates = {name: several(work) for name, work in works.items() if work is not None}
-    timings = interleave(candidates, repeats=rounds, device="cuda")
-    return {name: timing.median_ms / repeat for name, timing in timings.items()}
 
 
 def main() -> None:

@@ -122,6 +122,21 @@ def interleave(
     return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 
 
+def call_ms(works: Mapping[str, Work | None], calls: int, rounds: int, device: torch.device | str) -> dict[str, float]:
+    """Median milliseconds of a call, of those works that are there, in turn.
+
+    Args:
+        calls: measured together, so that nobody waits for the host where they are short.
+    """
+
+    def several(work: Work) -> Work:
+        return lambda: [work() for _ in range(calls)]
+
+    candidates = {name: several(work) for name, work in works.items() if work is not None}
+    timings = interleave(candidates, repeats=rounds, device=device)
+    return {name: timing.median_ms / calls for name, timing in timings.items()}
+
+
 def ratio(timings: Mapping[str, Timing], name: str, reference: str) -> float:
     """Median over rounds of time(name) / time(reference): steadier on a loaded machine than a ratio of medians."""
     pairs = zip(timings[name].seconds, timings[reference].seconds, strict=True)

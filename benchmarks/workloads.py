@@ -1,4 +1,4 @@
-"""Document lengths and masks of very many intervals that the benchmarks share."""
+"""Document lengths, masks and tensors that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from magi_flex.distributed.workloads import LONG_CONTEXT_CORPUS
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_plan import MaskPlan
+from magi_flex.mask_structure import Structure
 
 WINDOW, BLOCK = 1024, 2048
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "sw_causal", "varlen_block_causal")
@@ -55,6 +57,23 @@ def bounds(mask: str, length: int) -> tuple[Tensor, Tensor]:
         "varlen_block_causal": (begin, torch.minimum(begin + ((row - begin) // BLOCK + 1) * BLOCK, end)),
     }[mask]
     return lo.int(), hi.int()
+
+
+def mask_plan(mask: str, length: int, structure: Structure | None = None) -> MaskPlan:
+    """The plan on the GPU."""
+    lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
+    return MaskPlan(RowIntervals(lo, hi, length), structure=structure)
+
+
+def attention_tensors(length: int, heads: int, kv_heads: int, dims: tuple[int, int]) -> tuple[Tensor, ...]:
+    """q, k, v ``[1, heads, length, dim]`` and the gradient of the output, bfloat16 on the GPU.
+
+    Args:
+        dims: of queries and keys, and of values.
+    """
+    torch.manual_seed(0)
+    sizes = ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]), (heads, dims[1]))
+    return tuple(torch.randn(1, n, length, dim, device="cuda", dtype=torch.bfloat16) for n, dim in sizes)
 
 
 def many_documents(tokens: int, documents: int) -> RowIntervals:

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.harness import Row, Timing, attention_tflops, interleave, ratio, table, write_results
+from benchmarks import harness
+from benchmarks.harness import Row, Timing, attention_tflops, call_ms, interleave, ratio, table, write_results
 from benchmarks.workloads import document_lengths
 
 
@@ -15,6 +16,13 @@ def test_interleave_runs_the_candidates_in_turn() -> None:
     timings = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1)
     assert calls == ["a", "b"] + ["a", "b"] * 3
     assert {name: len(timing.seconds) for name, timing in timings.items()} == {"a": 3, "b": 3}
+
+
+def test_calls_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "time_once", lambda work, device: (work(), 6.0)[1])
+    done: list[str] = []
+    ms = call_ms({"a": lambda: done.append("a"), "missing": None, "b": lambda: done.append("b")}, 3, 2, "cpu")
+    assert done[-12:] == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3 and ms == {"a": 2000.0, "b": 2000.0}
 
 
 def test_ratio_is_taken_within_rounds() -> None:
