@@ -11,9 +11,11 @@ from torch import Tensor
 from magi_flex.kernels.fa4_launch import watched
 
 
-@pytest.mark.parametrize(("columns", "repeatable"), [(5, True), (10, False)])
-def test_memory_of_the_interface_keeps_its_layout(columns: int, repeatable: bool) -> None:
-    """``columns`` of the rows' memory; of 10 every other one is a gap."""
+@pytest.mark.parametrize(
+    ("columns", "view", "repeatable"), [(5, False, True), (10, False, False), (5, True, False)], ids=str
+)
+def test_memory_of_the_interface_keeps_its_layout(columns: int, view: bool, repeatable: bool) -> None:
+    """``columns`` of the rows' memory, of 10 every other one is a gap; ``view``: kernels see it in two shapes."""
     strides: list[tuple[int, ...]] = []
 
     def double(x: Tensor, rows: Tensor) -> None:
@@ -22,7 +24,7 @@ def test_memory_of_the_interface_keeps_its_layout(columns: int, repeatable: bool
 
     def add(rows: Tensor, sums: Tensor) -> None:
         strides.append(sums.stride())
-        sums += rows
+        sums += rows.reshape(sums.shape)
 
     def copy(sums: Tensor, out: Tensor) -> None:
         out.copy_(sums)
@@ -32,7 +34,7 @@ def test_memory_of_the_interface_keeps_its_layout(columns: int, repeatable: bool
     def call(x: Tensor, out: Tensor) -> None:
         rows, sums = torch.empty(6, columns).t()[:: columns // 5], torch.zeros(6, 5).t()
         interface.compile_cache["double"](x, rows)
-        interface.compile_cache["add"](rows, sums)
+        interface.compile_cache["add"](rows[None] if view else rows, sums)
         interface.compile_cache["copy"](sums, out)
 
     x, out = torch.randn(5, 6), torch.empty(5, 6)

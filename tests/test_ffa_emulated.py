@@ -101,6 +101,18 @@ def test_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.1), d_out, d_lse)
 
 
+def test_gradient_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_sum_dq(monkeypatch)
+    emulator.install(monkeypatch)
+    q, k, v, d_out = inputs(5, 9, 64, 64, torch.bfloat16)
+    request = AttentionRequest(q, k, v, causal(5, 9), 0.1)
+    exact = dense(request, d_out, None, torch.float64)
+    for dtype in (torch.float16, torch.float64):
+        dq = torch.full(q.shape, torch.nan, dtype=dtype)
+        FfaBackend().backward_into(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None, dq)
+        torch.testing.assert_close(dq.double(), exact.dq, rtol=2e-2, atol=2e-2)
+
+
 def test_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, d_out = inputs(150, 197, 64, 64, torch.float16)
     request = AttentionRequest(q, k, v, scattered(150, 197), 0.1, deterministic=True)
@@ -265,6 +277,9 @@ def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         request = replace(request, plan=MaskPlan(RowIntervals.from_dense(torch.cat(masks))))
         assert ffa.has_few_keys(request.plan, most_keys).tolist() == [most_keys > 0]
         check_backward(request, d_out)
+        kept = len(request.plan.memo)
+        check_backward(replace(request, q=q / 2, k=k * 2, v=v / 2), d_out * 2)
+        assert len(request.plan.memo) == kept
 
 
 @pytest.mark.parametrize("indices", ["none", "source", "target", "both"])

@@ -78,17 +78,20 @@ def watched(
         work()
     numbers = {x.data_ptr(): number for number, x in enumerate(given)}
     users: dict[int, list[int]] = {}  # address -> calls that are handed this memory, in turn
-    own: dict[int, Tensor] = {}  # memory of the interface's own; whole numbers are the mask's, which stays
+    own: dict[int, Tensor] = {}  # memory of the interface's own
+    alike = True
     for at, (_, arguments) in enumerate(calls):
         for x in arguments:
-            if isinstance(x, Tensor):
-                users.setdefault(x.data_ptr(), []).append(at)
-                if x.data_ptr() not in numbers and x.dtype != torch.int32:
-                    own[x.data_ptr()] = x
+            if isinstance(x, Tensor) and (x.data_ptr() in numbers or x.dtype != torch.int32):
+                place = x.data_ptr()  # (Whole numbers are the mask's, which stays.)
+                users.setdefault(place, []).append(at)
+                before = given[numbers[place]] if place in numbers else own.setdefault(place, x)
+                alike = alike and _kind(x) == _kind(before)
     # Where the interface made a copy of a given tensor, no kernel sees that one; what it allocates passes from one
-    # kernel to another.
+    # kernel to another; a view of either kind of memory would be another tensor at the same address.
     repeatable = (
-        len(numbers) == len(given)
+        alike
+        and len(numbers) == len(given)
         and numbers.keys() <= users.keys()
         and all(x.dtype == torch.float32 and _is_dense(x) and len(users[place]) > 1 for place, x in own.items())
     )
@@ -103,6 +106,10 @@ def watched(
         tuple((own[place].shape, own[place].stride()) for place in empty),
         tuple((own[place].shape, own[place].stride()) for place in zeroed),
     )
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return x.shape, x.stride(), x.dtype
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -196,7 +196,7 @@ class FfaBackend(Backend):
     def backward_into(
         self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
     ) -> AttentionGradients:
-        if not is_tma_ready(dq):
+        if dq.dtype not in (request.q.dtype, torch.float32) or not is_tma_ready(dq):
             return super().backward_into(request, out, lse, d_out, d_lse, dq)
         return self._backward(request, out, lse, d_out, d_lse, dq)
 
