@@ -250,6 +250,8 @@ def _solve(
     elif isinstance(mask, BlockMask):
         plan, report = block_mask_plan_with_report(mask, B, H, q_len, kv_len)
     else:
+        if not callable(mask):
+            raise TypeError(f"mask: is {type(mask).__name__}; a mask_mod, a BlockMask or a MaskPlan is needed")
         if q_len is None or kv_len is None:
             raise ValueError(
                 f"q_len, kv_len: are {q_len}, {kv_len}; a mask_mod has no lengths of its own, so give both"

@@ -148,3 +148,8 @@ def test_plot_writes_a_picture(tmp_path: Path) -> None:
     explanation = magi_flex.explain(lambda b, h, q, k: q >= k, 300, 300, device="cpu")
     path = explanation.plot(tmp_path / "causal.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_mask() -> None:
+    with pytest.raises(TypeError, match="mask: is str; a mask_mod, a BlockMask or a MaskPlan is needed"):
+        magi_flex.explain("causal")  # type: ignore[arg-type]
