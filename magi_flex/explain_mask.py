@@ -179,6 +179,7 @@ def explain(
         device: where the call would run (default: the mask's device; for a mask_mod a GPU where there is one).
         q_tile, kv_tile: tile sizes for counts and picture.
     Raises:
+        TypeError: ``mask`` is none.
         ValueError: as :func:`magi_flex.plan` does; or tile sizes below 1, or heads that do not divide.
     """
     if heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
