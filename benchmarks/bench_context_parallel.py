@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def alone(problem: Problem, mask: str) -> Side:
 def slowest(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, Timing]:
     """As harness.interleave, each time that of the slowest rank.
 
-    Short passes follow each other for at least SAMPLE_SECONDS, as layers do, so that a sample is the time that the GPUs
-    take and not that of the first launch after an idle GPU.
+    Sides come in another order in each round.  Short passes follow each other for at least SAMPLE_SECONDS, as layers
+    do, so that a sample is the time that the GPUs take and not that of the first launch after an idle GPU.
     """
     most = torch.zeros(1, dtype=torch.float64, device=device)
     for work in works.values():
@@ -93,8 +94,9 @@ def slowest(works: dict[str, Callable[[], object]], device: torch.device, repeat
             work()
 
     samples = {name: torch.zeros(repeats, dtype=torch.float64) for name in works}
+    order = Random(0)  # the same on every rank; what ran before counts on GPUs at their power limit
     for i in range(repeats):
-        for name, work in works.items():
+        for name, work in order.sample(list(works.items()), len(works)):
             dist.barrier()
             samples[name][i] = time_once(functools.partial(several, work), device) / calls
     for taken in samples.values():

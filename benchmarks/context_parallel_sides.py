@@ -28,6 +28,7 @@ from magi_flex.distributed.stages import StagedAttention
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionGradients, AttentionOutput, AttentionRequest
 from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_outline import Outline
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Side:
 
 def _local_kernels(problem: Problem, keys: Tensor, wide: bool) -> Callable[[Tensor, Tensor], AttentionRequest]:
     """Requests of this rank's rows over these keys (global indices, ascending)."""
-    rows = problem.mask.take_rows(problem.cp.rows)
-    plan = to_plan(rows.take_keys(keys))
+    rows = problem.mask.take_rows(problem.cp.rows).take_keys(keys)
+    plan = to_plan(rows, Outline.of(rows))
     return lambda k, v: AttentionRequest(problem.q, k, v, plan, problem.scale, wide_results=wide, max_score=False)
 
 

@@ -6,6 +6,7 @@ Shape legend: B mask batch, H mask heads (1 = shared), R intervals of a row, Q q
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,24 @@ from torch import Tensor
 from magi_flex.intervals import RowIntervals
 
 BLOCK = 128  # keys
+
+
+class Spread(NamedTuple):
+    """How rows are spread over the blocks of keys of one or several masks.
+
+    Attributes:
+        masks: how many masks (batch entries times heads) the rest counts over.
+        blocks: of keys.
+        rows: rows that attend to any key of a block, summed over the blocks.
+        longest: the most that a block has.
+        changes: blocks that have another number of rows than the one before.
+    """
+
+    masks: int
+    blocks: int
+    rows: int
+    longest: int
+    changes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,3 +72,8 @@ class Outline:
     def of_heads(self, heads: slice) -> Outline:
         """Of some of a mask's heads."""
         return Outline(self.area_BH[:, heads], self.rows_BHN[:, heads])
+
+    def spread(self) -> Spread:
+        rows = self.rows_BHN
+        longest = int(rows.max()) if rows.numel() else 0
+        return Spread(self.area_BH.numel(), rows.numel(), int(rows.sum()), longest, int((rows.diff() != 0).sum()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,13 +25,16 @@ from magi_flex.distributed.dispatch import Dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.key_ranges import KeyRanges
 from magi_flex.distributed.native_exchange import with_native_hops
-from magi_flex.distributed.planning import gather_needed
+from magi_flex.distributed.planning import Needed, gather_needed
 from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
 from magi_flex.distributed.timeline import Timeline
 from magi_flex.intervals import RowIntervals
+from magi_flex.remember import remembered
 from magi_flex.sharded_mask import HANDLE_MAGIC, HANDLE_SHAPE, ShardedMaskMod
 
 RANKS_OF_A_NODE = 8  # where ranks_per_node does not say
+# Remembered of a mask; beyond that all ranks of the group, which make the same calls, plan anew.
+_MOST_CALLS, _MOST_PLANS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -98,25 +101,23 @@ class ContextMask:
 
     Attributes:
         mask: of the whole problem, in the order of the sequence.
-        area: attended pairs, mean over the mask's batch and heads.
-        needed: the keys that each rank's rows attend to.
+        needed: the keys that each rank's rows attend to, and how the rows are spread over them.
         device: where attention runs.
         native: rows travel by native collectives.
     """
 
     mask: RowIntervals
-    area: float
     group: dist.ProcessGroup
     q_dispatch: Dispatch
     kv_dispatch: Dispatch
-    needed: KeyRanges
+    needed: Needed
     device: torch.device
     options: Options
     native: bool = False
     timeline: Timeline | None = None
     _parts: dict[Part, tuple[RowIntervals, KeyRanges]] = field(default_factory=dict)
-    _plans: dict[object, AttentionPlan] = field(default_factory=dict)
-    _plan_of_call: dict[object, AttentionPlan] = field(default_factory=dict)
+    _plans: dict[Hashable, AttentionPlan] = field(default_factory=dict)
+    _plan_of_call: dict[Hashable, AttentionPlan] = field(default_factory=dict)
 
     def plan(self, shape: Shape, backward: bool, batch_offset: int = 0, head_offset: int = 0) -> AttentionPlan:
         """The plan of a pass over ``shape.batch`` batch entries and ``shape.q_heads`` query heads.
@@ -124,12 +125,13 @@ class ContextMask:
         The first call for a part of a batch or head dependent mask, for a choice between queries and keys, or for a
         plan of native collectives, is a collective.
         """
-        call = (shape, backward, batch_offset, head_offset)
-        if call not in self._plan_of_call:
+
+        def solve() -> AttentionPlan:
             part = self._part(batch_offset, shape.batch, head_offset, shape.q_heads)
             # kept keys are those of the forward's plan
-            self._plan_of_call[call] = self._solved(part, shape, backward and not self.options.keep_keys)
-        return self._plan_of_call[call]
+            return self._solved(part, shape, backward and not self.options.keep_keys)
+
+        return remembered(self._plan_of_call, (shape, backward, batch_offset, head_offset), solve, _MOST_CALLS)
 
     def _solved(self, part: Part, shape: Shape, backward: bool) -> AttentionPlan:
         """One plan for all passes that cut the same part into the same stages."""
@@ -137,7 +139,8 @@ class ContextMask:
         considered = may_move and self._few_queries(shape, backward)
         cut = self.cut(shape, backward, ("keys",) if considered else ("keys", "heads"))
         key = (part, cut, (shape, backward) if considered else None)
-        if key not in self._plans:
+
+        def build() -> AttentionPlan:
             mask, needed = self._parts[part]
             moved = self._moved_queries(mask, needed, shape, backward) if considered else None
             exchange = build_exchange_plan(
@@ -153,8 +156,9 @@ class ContextMask:
             )
             if self.native:
                 exchange = with_native_hops(exchange, self.group, self.device)
-            self._plans[key] = AttentionPlan.from_exchange(exchange, self.device, cut.parts)
-        return self._plans[key]
+            return AttentionPlan.from_exchange(exchange, self.device, cut.head_groups)
+
+        return remembered(self._plans, key, build, _MOST_PLANS)
 
     def _part(self, batch_offset: int, batch: int, head_offset: int, heads: int) -> Part:
         mask_batch, mask_heads = self.mask.starts.shape[:2]
@@ -170,12 +174,12 @@ class ContextMask:
                     f"to {batch_offset + batch} and heads {head_offset} to {head_offset + heads} are wanted"
                 )
             if (batch, heads) == (mask_batch, mask_heads):
-                self._parts[part] = (self.mask, self.needed)
+                self._parts[part] = (self.mask, self.needed.ranges)
             else:
                 entries, of_heads = slice(batch_offset, batch_offset + batch), slice(head_offset, head_offset + heads)
                 bounds = (x[entries, of_heads].contiguous() for x in (self.mask.starts, self.mask.ends))
                 mask = RowIntervals(*bounds, self.mask.kv_len)
-                self._parts[part] = (mask, gather_needed([mask], self.q_dispatch, self.group)[0])
+                self._parts[part] = (mask, gather_needed([mask], self.q_dispatch, self.group)[0].ranges)
         return part
 
     @property
@@ -198,14 +202,14 @@ class ContextMask:
         options = self.options
         if options.cut != "auto":
             by = (options.cut,)
-        counts = self.needed.counts()
+        counts = self.needed.ranges.counts()
         rank = int(counts.argmax())
         own = self.kv_dispatch.row_counts()[rank]
         return choose_cut(
             options.costs,
             shape,
             backward,
-            self.area / self.group.size(),
+            self.needed.spreads[rank],
             self.mask.q_len / self.group.size(),
             own,
             max(0, int(counts[rank]) - own),

@@ -224,16 +224,22 @@ def _keep(lse: Tensor, keys: list[list[Tensor]]) -> None:
     """Keep remote keys until the forward's lse is freed."""
     storage = lse.untyped_storage()
     with _kept_lock:
-        for old in [key for key, (owner, _) in _kept.items() if owner.expired()]:
-            del _kept[old]
+        _forget_expired()
         _kept[storage._cdata] = (StorageWeakRef(storage), keys)
 
 
 def _take_kept(lse: Tensor) -> list[list[Tensor]] | None:
     """What was kept for this lse, once; None (fetch again) if there is nothing, as after recomputation."""
     with _kept_lock:
+        _forget_expired()
         entry = _kept.pop(lse.untyped_storage()._cdata, None)
-    return None if entry is None or entry[0].expired() else entry[1]
+    return None if entry is None else entry[1]
+
+
+def _forget_expired() -> None:
+    """Passes that were never followed by a backward one leave nothing behind for long."""
+    for old in [key for key, (owner, _) in _kept.items() if owner.expired()]:
+        del _kept[old]
 
 
 provide_sharded_attention(sys.modules[__name__])

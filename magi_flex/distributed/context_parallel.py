@@ -89,7 +89,7 @@ class ContextParallel:
                 f"masks: have lengths {sorted(lengths)} (queries, keys); they must be equal to share a dispatch"
             )
         self.q_len, self.kv_len = lengths.pop()
-        self.dispatch, areas = gather_dispatch(intervals, dtensor_row_counts(self.q_len, ranks), self.group)
+        self.dispatch = gather_dispatch(intervals, dtensor_row_counts(self.q_len, ranks), self.group)
         self.kv_dispatch = self.dispatch
         if self.kv_len != self.q_len:
             self.kv_dispatch = Dispatch.contiguous(self.kv_len, dtensor_row_counts(self.kv_len, ranks))
@@ -97,8 +97,8 @@ class ContextParallel:
         native = choose_native(self.options.native, self.group, self.device)
         of_all = (self.group, self.dispatch, self.kv_dispatch)
         self.masks = [
-            ContextMask(mask, area, *of_all, ranges, self.device, self.options, native)
-            for mask, area, ranges in zip(intervals, areas, needed, strict=True)
+            ContextMask(mask, *of_all, of_mask, self.device, self.options, native)
+            for mask, of_mask in zip(intervals, needed, strict=True)
         ]
         self.rows = self.dispatch.rows(self.group.rank()).to(self.device)
         self.position_ids = self._distribute(self.rows, (self.q_len,), 0)

@@ -1,17 +1,19 @@
-"""What a pass costs: link and kernel figures, and the way to cut it that follows from them.
-
-Shape legend: P ranks.
-"""
+"""What a pass costs: link and kernel figures, and the way to cut it that follows from them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from magi_flex.kernels.ffa_backward_schedule import KeyWork, least_item_steps
+from magi_flex.mask_outline import BLOCK, Spread
+
 MAX_STAGES = 8
 PREFETCH = 2
+# Of the backward kernel on Hopper: query rows of a step over a BLOCK of keys, and multiprocessors that share the items.
+_STEP_ROWS, _PROCESSORS = 80, 132
+_MARGIN = 0.01  # of a pass: less is no reason to cut it more often (measured passes vary by more)
 
 
 class Cut(NamedTuple):
@@ -25,6 +27,10 @@ class Cut(NamedTuple):
 
     by: Literal["keys", "heads"]
     parts: int
+
+    @property
+    def head_groups(self) -> int:
+        return self.parts if self.by == "heads" else 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,16 @@ class Shape:
             return self.batch * self.q_heads * 4 * self.head_dim * (2 + 7 * stages)
         return self.batch * self.q_heads * 4 * self.v_head_dim * (2 + 2 * stages)
 
+    def row_bytes(self, backward: bool) -> int:
+        """Bytes of memory traffic of a query beside the products, however they are cut.
+
+        Backward: out and its gradient are read, a float32 sum of its gradient is zeroed, read and rounded.
+        """
+        if not backward:
+            return 0
+        dims = self.element_size * (2 * self.v_head_dim + self.head_dim) + 8 * self.head_dim
+        return self.batch * self.q_heads * dims
+
     def pair_flops(self, backward: bool) -> int:
         """Floating point operations of one (query, key) pair: 2 products forward, 5 backward."""
         if backward:
@@ -88,7 +104,8 @@ class Costs:
     InfiniBand a GPU.
 
     Attributes:
-        forward_flops, backward_flops: operations a second that the kernel reaches on large problems.
+        forward_flops, backward_flops: operations a second of the kernel on full tiles, where its multiprocessors are
+            never idle.
         node_bandwidth, network_bandwidth: bytes a second that a rank sends (and receives) inside and between nodes.
         latency: seconds that a collective costs besides its bytes.
         launch: seconds that a kernel call costs besides its operations.
@@ -98,7 +115,7 @@ class Costs:
     """
 
     forward_flops: float = 700e12
-    backward_flops: float = 550e12
+    backward_flops: float = 600e12
     node_bandwidth: float = 260e9
     network_bandwidth: float = 40e9
     latency: float = 60e-6
@@ -143,23 +160,41 @@ def pipeline(
     return times
 
 
+def kernel_seconds(costs: Costs, shape: Shape, backward: bool, spread: Spread, head_groups: int = 1) -> float:
+    """What a rank's products take: every row that attends to a block of keys computes all of the block.
+
+    The backward pass deals blocks of keys and heads to multiprocessors as items, by the kernel's own estimate
+    (:func:`least_item_steps`); fewer heads in a call are fewer items.
+    """
+    if not spread.rows:
+        return 0.0
+    if not backward:
+        return spread.rows / spread.masks * BLOCK * shape.pair_flops(False) / costs.forward_flops
+    heads = shape.batch * shape.q_heads
+    step = _STEP_ROWS * BLOCK * shape.pair_flops(True) / heads * _PROCESSORS / costs.backward_flops
+    work = KeyWork(spread.blocks, spread.rows / _STEP_ROWS, spread.longest / _STEP_ROWS, spread.changes)
+    copies = heads / (spread.masks * head_groups)
+    return head_groups * step * least_item_steps(work, copies, shape.q_heads // shape.kv_heads, _PROCESSORS)
+
+
 def pass_seconds(
     cut: Cut,
     costs: Costs,
     shape: Shape,
     backward: bool,
     rows: float,
-    local_compute: float,
-    remote_compute: float,
+    compute: float,
+    remote_share: float,
     communication: float,
     prefetch: int = PREFETCH,
 ) -> float:
-    """Of a rank with so many query rows, its computing over its own and over remote keys, and its bytes' time."""
-    more = (cut.parts - 1) * costs.part
+    """Of a rank with so many query rows, its products (:func:`kernel_seconds`) and the share of these that is with
+    remote keys, and its bytes' time."""
+    more = (cut.parts - 1) * costs.part + rows * shape.row_bytes(backward) / costs.memory_bandwidth
     if cut.by == "heads":
-        compute = local_compute + remote_compute
         return more + pipeline(0.0, compute, communication, cut.parts, costs, cut.parts)[-1].end
-    end = more + pipeline(local_compute, remote_compute, communication, cut.parts, costs, prefetch)[-1].end
+    remote = compute * remote_share
+    end = more + pipeline(compute - remote, remote, communication, cut.parts, costs, prefetch)[-1].end
     return end + rows * shape.join_bytes(backward, cut.parts) / costs.memory_bandwidth
 
 
@@ -167,7 +202,7 @@ def choose_cut(
     costs: Costs,
     shape: Shape,
     backward: bool,
-    pairs: float,
+    spread: Spread,
     rows: float,
     own_keys: float,
     remote_keys: float,
@@ -176,12 +211,13 @@ def choose_cut(
     by: Sequence[Literal["keys", "heads"]] = ("keys", "heads"),
     parts: int | None = None,
 ) -> Cut:
-    """The cut into 1 to 8 parts with the shortest predicted pass.
+    """The cut into 1 to 8 parts with the shortest predicted pass, to the model's accuracy (:func:`least_cut`).
 
     Args:
-        pairs: attended pairs of a rank's rows; taken as spread evenly over its own and the remote keys.
+        spread: of the rank with the most remote keys; its products are taken as spread evenly over its own and the
+            remote keys.
         rows: query rows of a rank.
-        own_keys, remote_keys: of the rank with the most remote keys.
+        own_keys, remote_keys: of that rank.
         by: what may be cut.
         parts: this many.
 
@@ -199,17 +235,19 @@ def choose_cut(
         )
     if remote_keys == 0 and "keys" in by:
         return cuts[0]
-    flops = costs.backward_flops if backward else costs.forward_flops
-    compute = pairs * shape.pair_flops(backward) / flops
     remote_share = remote_keys / max(1, own_keys + remote_keys)
     bytes_ = remote_keys * shape.key_bytes()
     if backward:
         bytes_ += remote_keys * shape.key_gradient_bytes()
     communication = bytes_ / (costs.network_bandwidth if crosses_network else costs.node_bandwidth)
-    local, remote = compute * (1 - remote_share), compute * remote_share
-    best, least = cuts[0], math.inf
+    seconds = []
     for cut in cuts:
-        seconds = pass_seconds(cut, costs, shape, backward, rows, local, remote, communication, prefetch)
-        if seconds < least * (1 - 1e-6):
-            best, least = cut, seconds
-    return best
+        compute = kernel_seconds(costs, shape, backward, spread, cut.head_groups)
+        seconds.append(pass_seconds(cut, costs, shape, backward, rows, compute, remote_share, communication, prefetch))
+    return least_cut(cuts, seconds)
+
+
+def least_cut(cuts: Sequence[Cut], seconds: Sequence[float]) -> Cut:
+    """The fastest of the cuts, or one of fewer parts that the model cannot tell from it."""
+    alike = [(cut.parts, x, cut) for cut, x in zip(cuts, seconds, strict=True) if x <= min(seconds) * (1 + _MARGIN)]
+    return min(alike)[2]

@@ -97,6 +97,22 @@ def needed_ranges(mask: RowIntervals, q_dispatch: Dispatch, ranks: Sequence[int]
     return KeyRanges.union(mask.kv_len, len(parts), unit[keep], begin[keep], end[keep])
 
 
+def over_ranges(rows: RowIntervals, begin_N: Tensor, end_N: Tensor) -> RowIntervals:
+    """As ``take_keys``, for the keys of ascending disjoint ranges that hold every attended key; intervals may become
+    adjacent."""
+    if not len(begin_N):
+        return RowIntervals.empty(rows.q_len, 0, rows.starts.device)
+    size_N = end_N - begin_N
+    before_N = size_N.cumsum(0) - size_N
+
+    def place(bounds: Tensor) -> Tensor:
+        which = (torch.searchsorted(begin_N, bounds.long(), right=True) - 1).clamp_(min=0)
+        inside = (bounds - begin_N[which]).clamp_(min=0)
+        return (before_N[which] + torch.minimum(inside, size_N[which])).int()
+
+    return RowIntervals(place(rows.starts), place(rows.ends), int(size_N.sum()))
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Key ranges that one unit needs and one owner holds, int64 ``[L]`` each.

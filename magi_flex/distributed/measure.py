@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from magi_flex.distributed.agreement import device_types
-from magi_flex.distributed.cost_model import Costs, Shape
+from magi_flex.distributed.cost_model import Costs, Shape, kernel_seconds
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.request import AttentionRequest
 from magi_flex.kernels.route import facts_of, route
+from magi_flex.mask_outline import Outline
 from magi_flex.mask_plan import MaskPlan
 
 _REPEATS = 3
@@ -54,7 +55,8 @@ def measure_costs(
             (shape.kv_heads, shape.v_head_dim),
         )
     )
-    request = AttentionRequest(q, k, v, MaskPlan(RowIntervals.full(rows, rows, device)), shape.head_dim**-0.5)
+    mask = RowIntervals.full(rows, rows, device)
+    request = AttentionRequest(q, k, v, MaskPlan(mask), shape.head_dim**-0.5)
     kernel = route(facts_of(request, True))
     result = kernel.forward(request)
     forward = _seconds(lambda: kernel.forward(request), device)
@@ -65,12 +67,12 @@ def measure_costs(
     slowest = torch.tensor([forward, backward, small, large, memory], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     forward, backward, small, large, memory = slowest.tolist()
-    pairs = rows * rows
+    spread, at_one = Outline.of(mask).spread(), Costs(forward_flops=1.0, backward_flops=1.0)
     bandwidth = message_bytes / max(large - small, 1e-9)
     return replace(
         costs or Costs(),
-        forward_flops=pairs * shape.pair_flops(False) / forward,
-        backward_flops=pairs * shape.pair_flops(True) / backward,
+        forward_flops=kernel_seconds(at_one, shape, False, spread) / forward,
+        backward_flops=kernel_seconds(at_one, shape, True, spread) / backward,
         node_bandwidth=bandwidth,
         network_bandwidth=bandwidth,
         latency=small,

@@ -6,6 +6,7 @@ Shape legend: P ranks, M masks, C chunks, N ranges.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from magi_flex.distributed.agreement import all_gather, group_device, mask_checksum, require_agreement
 from magi_flex.distributed.dispatch import Dispatch, chunk_areas, default_chunk_size, solve_dispatch
-from magi_flex.distributed.key_ranges import KeyRanges, needed_ranges
+from magi_flex.distributed.key_ranges import KeyRanges, needed_ranges, over_ranges
 from magi_flex.intervals import RowIntervals
+from magi_flex.mask_outline import Outline, Spread
 
 
 def check_masks(masks: Sequence[RowIntervals], group: dist.ProcessGroup, options: Sequence[int] = ()) -> None:
@@ -23,11 +25,8 @@ def check_masks(masks: Sequence[RowIntervals], group: dist.ProcessGroup, options
     require_agreement(group, "masks", values + [mask_checksum(mask) for mask in masks])
 
 
-def gather_dispatch(
-    masks: Sequence[RowIntervals], row_counts: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Dispatch, list[float]]:
-    """:func:`solve_dispatch` and the area of each mask (mean over its batch and heads), computed in parts.  A
-    collective.
+def gather_dispatch(masks: Sequence[RowIntervals], row_counts: Sequence[int], group: dist.ProcessGroup) -> Dispatch:
+    """:func:`solve_dispatch`, its areas computed in parts.  A collective.
 
     All ranks take rank 0's result: it hangs on sums of fractions, which other threads or processors may round
     differently.
@@ -49,22 +48,44 @@ def gather_dispatch(
     if group.rank() != 0:
         segments_N3 = segments_N3.new_empty(int(count), 3)
     dist.broadcast(segments_N3, group=group, group_src=0)
-    return Dispatch.from_segments(length, ranks, *segments_N3.cpu().unbind(1)), area_MC.sum(1).tolist()
+    return Dispatch.from_segments(length, ranks, *segments_N3.cpu().unbind(1))
 
 
-def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: dist.ProcessGroup) -> list[KeyRanges]:
+class Needed(NamedTuple):
+    """What the ranks' rows attend to under one mask.
+
+    Attributes:
+        ranges: the keys, of each rank.
+        spreads: of each rank, how its rows are spread over these keys.
+    """
+
+    ranges: KeyRanges
+    spreads: list[Spread]
+
+
+def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: dist.ProcessGroup) -> list[Needed]:
     """:func:`needed_ranges` of each mask, every rank's own rows computed by itself.  A collective."""
-    own = [needed_ranges(mask, q_dispatch, [group.rank()]) for mask in masks]
-    counts_PM = all_gather(torch.tensor([len(part.begin) for part in own]), group)
+    rank = group.rank()
+    own = [needed_ranges(mask, q_dispatch, [rank]) for mask in masks]
+    rows = q_dispatch.rows(rank)
+    spreads = []
+    for mask, part in zip(masks, own, strict=True):
+        device = mask.starts.device
+        local = over_ranges(mask.take_rows(rows.to(device)), part.begin.to(device), part.end.to(device))
+        spreads.append(Outline.of(local).spread())
+    # A column for the number of ranges, the others for the spread.
+    counts = [(len(part.begin), *spread) for part, spread in zip(own, spreads, strict=True)]
+    counts_PMC = all_gather(torch.tensor(counts), group)
     flat = torch.cat([torch.stack((part.begin, part.end), 1) for part in own])
-    last_PM = counts_PM.cumsum(1)
+    last_PM = counts_PMC[..., 0].cumsum(1)
     most = int(last_PM[:, -1].max())
     gathered_PN2 = all_gather(torch.nn.functional.pad(flat, (0, 0, 0, most - len(flat))), group)
     place = torch.arange(most)
-    ranges = []
+    needed = []
     for i, mask in enumerate(masks):
-        end_P, count_P = last_PM[:, i], counts_PM[:, i]
+        end_P, count_P = last_PM[:, i], counts_PMC[:, i, 0]
         of_mask_PN = (place < end_P[:, None]) & (place >= (end_P - count_P)[:, None])
         begin, end = gathered_PN2[of_mask_PN].unbind(1)
-        ranges.append(KeyRanges(mask.kv_len, torch.nn.functional.pad(count_P.cumsum(0), (1, 0)), begin, end))
-    return ranges
+        ranges = KeyRanges(mask.kv_len, torch.nn.functional.pad(count_P.cumsum(0), (1, 0)), begin, end)
+        needed.append(Needed(ranges, [Spread(*values) for values in counts_PMC[:, i, 1:].tolist()]))
+    return needed

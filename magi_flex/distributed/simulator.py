@@ -3,9 +3,10 @@
 Ours comes from the same dispatch, needed key ranges and stage choice that a run uses; ring, Ulysses, their hybrid,
 all-gather and stock context parallelism are computed beside it under the same figures.
 
-Model.  A kernel runs at its rate times the share of attended pairs in the 128 x 128 tiles that it visits, and a launch
-on top.  A rank moves bytes inside its node and over the network at the two bandwidths, both at the same time.
-Exchanges synchronise: a stage arrives when the rank with the most bytes is done.  The slowest rank counts.
+Model.  A kernel computes whole blocks of keys for every row that attends to any of them; the backward pass shares
+blocks and heads out as items, by the kernel's own estimate (cost_model.kernel_seconds); a launch comes on top.  A rank
+moves bytes inside its node and over the network at the two bandwidths, both at the same time.  Exchanges synchronise: a
+stage arrives when the rank with the most bytes is done.  The slowest rank counts.
 
 Shape legend: P ranks, C chunks, M nodes.
 """
@@ -18,22 +19,29 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from magi_flex.distributed.cost_model import MAX_STAGES, PREFETCH, Costs, Cut, Shape, pass_seconds, pipeline
+from magi_flex.distributed.cost_model import (
+    MAX_STAGES,
+    PREFETCH,
+    Costs,
+    Cut,
+    Shape,
+    kernel_seconds,
+    least_cut,
+    pass_seconds,
+    pipeline,
+)
 from magi_flex.distributed.dispatch import (
     Dispatch,
     chunk_areas,
     dispatch_min_heap,
     even_row_counts,
-    expand_ranges,
     solve_dispatch,
 )
-from magi_flex.distributed.key_ranges import KeyRanges, held_pieces, needed_ranges, overlaps
+from magi_flex.distributed.key_ranges import KeyRanges, held_pieces, needed_ranges, over_ranges, overlaps
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Span
 from magi_flex.intervals import RowIntervals
-from magi_flex.mask_plan import MaskPlan
-from magi_flex.tiles import count_tiles
+from magi_flex.mask_outline import BLOCK, Outline, Spread
 
-TILE = 128
 SAMPLED_RANKS = 8
 STOCK_RATE = 0.65  # stock FlexAttention's kernels against ours on the same GPU (docs/design.md, measured baselines)
 
@@ -111,7 +119,7 @@ class Simulation:
         if mask.q_len < cluster.ranks:
             raise ValueError(f"mask: has {mask.q_len} rows for {cluster.ranks} ranks; give at least one row a rank")
         self.mask, self.cluster, self.shape = mask, cluster, shape
-        self.area = float(chunk_areas(mask, TILE).sum())
+        self.area = float(chunk_areas(mask, BLOCK).sum())
         self.counts = even_row_counts(mask.q_len, cluster.ranks)
 
     def run(self, backward: bool = False) -> list[Pass]:
@@ -130,11 +138,6 @@ class Simulation:
 
     # ---- compute --------------------------------------------------------------------------------------------------
 
-    def _rate(self, backward: bool) -> float:
-        """Pairs a second of a full tile."""
-        costs = self.cluster.costs
-        return (costs.backward_flops if backward else costs.forward_flops) / self.shape.pair_flops(backward)
-
     def _finish(self, seconds: float, compute: float, backward: bool, **rest: object) -> Pass:
         flops = self.area * self.shape.pair_flops(backward)
         return Pass(
@@ -146,21 +149,30 @@ class Simulation:
             **rest,  # type: ignore[arg-type]
         )
 
-    def _tile_share(self, dispatch: Dispatch) -> tuple[float, float]:
-        """Attended pairs over pairs in visited tiles, of local and of all keys: mean over a few ranks."""
+    def _spreads(self, dispatch: Dispatch) -> tuple[list[Spread], float]:
+        """How the rows of a few ranks are spread over the keys that they attend to, and the attended pairs of these
+        ranks (mean over batch and heads)."""
         ranks = torch.linspace(0, dispatch.ranks - 1, min(SAMPLED_RANKS, dispatch.ranks)).long().unique().tolist()
         needed = needed_ranges(self.mask, dispatch, ranks)
-        shares = [[0.0, 0.0], [0.0, 0.0]]
+        outlines = []
         for i, rank in enumerate(ranks):
             rows = self.mask.take_rows(dispatch.rows(rank))
             part = slice(int(needed.ptr[i]), int(needed.ptr[i + 1]))
-            every = expand_ranges(needed.begin[part], needed.end[part])
-            for share, keys in zip(shares, (dispatch.rows(rank), every), strict=True):
-                local = rows.take_keys(keys)
-                tiles = count_tiles(MaskPlan(local), TILE, TILE)
-                share[0] += local.area()
-                share[1] += (tiles.full + tiles.partial) * TILE * TILE
-        return tuple(a / b if b else 1.0 for a, b in shares)  # type: ignore[return-value]
+            outlines.append(Outline.of(over_ranges(rows, needed.begin[part], needed.end[part])))
+        return [x.spread() for x in outlines], sum(float(x.area_BH.double().mean()) for x in outlines)
+
+    def _pair_seconds(self, spreads: tuple[list[Spread], float], backward: bool, head_groups: int = 1) -> float:
+        """What an attended pair takes, without memory traffic."""
+        of_ranks, area = spreads
+        costs, shape = self.cluster.costs, self.shape
+        return sum(kernel_seconds(costs, shape, backward, x, head_groups) for x in of_ranks) / area if area else 0.0
+
+    def _plain_pair_seconds(self, backward: bool) -> float:
+        """Of the sequence cut into equal parts."""
+        return self._pair_seconds(self._spreads(Dispatch.contiguous(self.mask.q_len, self.counts)), backward)
+
+    def _row_seconds(self, rows: float, backward: bool) -> float:
+        return rows * self.shape.row_bytes(backward) / self.cluster.costs.memory_bandwidth
 
     # ---- ours -------------------------------------------------------------------------------------------------------
 
@@ -182,31 +194,28 @@ class Simulation:
         node_bytes, network_bytes = rows.node * per_key, rows.network * per_key
         communication = cluster.seconds(float(node_bytes.amax()), float(network_bytes.amax()))
         load_P = dispatch.loads([self.mask])[0]
-        local_P = self._local_areas(dispatch)
-        local_share, share = self._tile_share(dispatch)
-        rate = self._rate(backward)
-        total_P = load_P / share / rate
-        local_P = torch.minimum(local_P / local_share / rate, total_P)
+        remote_share_P = 1 - (self._local_areas(dispatch) / load_P.clamp(min=1)).clamp(max=1)
+        spreads = self._spreads(dispatch)
         costs = cluster.costs
         cuts = [Cut("keys", 1)]
         if float(rows.total):
             cuts = [Cut("keys", n) for n in range(1, MAX_STAGES + 1)]
             cuts += [Cut("heads", n) for n in range(1, MAX_STAGES + 1) if by_heads and shape.kv_heads % n == 0]
-        best = (float("inf"), 0, cuts[0])
+        of_cuts = {}
         for cut in cuts:
+            compute_P = (load_P * self._pair_seconds(spreads, backward, cut.head_groups)).tolist()
             seconds_P = [
-                pass_seconds(cut, costs, shape, backward, own_rows, local, total - local, communication)
-                for own_rows, local, total in zip(self.counts, local_P.tolist(), total_P.tolist(), strict=True)
+                pass_seconds(cut, costs, shape, backward, own_rows, compute, remote_share, communication)
+                for own_rows, compute, remote_share in zip(self.counts, compute_P, remote_share_P.tolist(), strict=True)
             ]
             slowest = max(range(len(seconds_P)), key=seconds_P.__getitem__)
-            best = min(best, (seconds_P[slowest], slowest, cut))
-        seconds, slowest, cut = best
-        local, remote = float(local_P[slowest]), float(total_P[slowest] - local_P[slowest])
-        if cut.by == "heads":
-            local, remote = 0.0, local + remote
+            of_cuts[cut] = (seconds_P[slowest], slowest, compute_P[slowest])
+        cut = least_cut(cuts, [seconds for seconds, *_ in of_cuts.values()])
+        seconds, slowest, compute = of_cuts[cut]
+        remote = compute if cut.by == "heads" else compute * float(remote_share_P[slowest])
         return self._finish(
             seconds,
-            float(total_P[slowest]) + (cut.parts + 1) * costs.launch,
+            compute + self._row_seconds(self.counts[slowest], backward) + (cut.parts + 1) * costs.launch,
             backward,
             imbalance=float(load_P.amax() / load_P.mean()) if self.area else 1.0,
             node_bytes=float(node_bytes.amax()),
@@ -214,7 +223,7 @@ class Simulation:
             total_network_bytes=float(network_bytes.sum()),
             stages=cut.parts,
             cut=cut.by,
-            timeline=_timeline(local, remote, communication, cut, costs, backward),
+            timeline=_timeline(compute - remote, remote, communication, cut, costs, backward),
         )
 
     def _local_areas(self, dispatch: Dispatch) -> Tensor:
@@ -284,9 +293,6 @@ class Simulation:
         area.view(-1).index_add_(0, (rank[:, None] * parts + rank).flatten(), blocks.flatten())
         return area, area.sum(1)
 
-    def _plain_share(self) -> float:
-        return self._tile_share(Dispatch.contiguous(self.mask.q_len, self.counts))[1]
-
     def ring(self, backward: bool) -> Pass:
         return self._ring(self.cluster.ranks, 1, backward)
 
@@ -294,8 +300,9 @@ class Simulation:
         """Keys go around; step t waits for the slowest rank and for the keys of step t + 1."""
         cluster, shape, costs = self.cluster, self.shape, self.cluster.costs
         area_PP, load_P = self._zigzag(parts)
-        seconds_PP = area_PP / heads_split / self._plain_share() / self._rate(backward)
         rows = self.mask.q_len / parts
+        seconds_PP = area_PP / heads_split * self._plain_pair_seconds(backward)
+        seconds_PP += self._row_seconds(rows / heads_split, backward)
         per_key = (shape.key_bytes() + (shape.key_gradient_bytes() if backward else 0)) / heads_split
         crosses = cluster.nodes > 1
         move = rows * per_key / (costs.network_bandwidth if crosses else costs.node_bandwidth) + costs.latency
@@ -325,7 +332,8 @@ class Simulation:
 
     def _all_rows(self, heads_split: int, backward: bool) -> float:
         """Every row, the heads shared."""
-        return self.area / heads_split / self._plain_share() / self._rate(backward) + self.cluster.costs.launch
+        compute = self.area * self._plain_pair_seconds(backward) + self._row_seconds(self.mask.q_len, backward)
+        return compute / heads_split + self.cluster.costs.launch
 
     def _with_head_exchange(self, split: int, inner: Pass, backward: bool) -> Pass:
         """Add the all-to-alls that give each of ``split`` ranks all rows for its heads; nothing hides them."""
@@ -363,18 +371,20 @@ class Simulation:
 
     def all_gather(self, backward: bool) -> Pass:
         """Keys of all ranks are gathered before anything is computed (and gradients scattered after)."""
-        return self._gather(self._rate(backward), backward)
+        return self._gather(1.0, backward)
 
     def stock(self, backward: bool) -> Pass:
         """PyTorch's context parallel FlexAttention: all-gather, stock kernels."""
-        return self._gather(self._rate(backward) * STOCK_RATE, backward)
+        return self._gather(STOCK_RATE, backward)
 
     def _gather(self, rate: float, backward: bool) -> Pass:
+        """``rate``: of the kernels beside ours."""
         cluster, shape = self.cluster, self.shape
         _, load_P = self._zigzag(cluster.ranks)
-        compute = float(load_P.amax()) / self._plain_share() / rate + cluster.costs.launch
         per_key = shape.key_bytes() + (shape.key_gradient_bytes() if backward else 0)
         rows = self.mask.q_len / cluster.ranks
+        compute = float(load_P.amax()) * self._plain_pair_seconds(backward) + self._row_seconds(rows, backward)
+        compute = compute / rate + cluster.costs.launch
         outside = cluster.ranks - min(cluster.ranks, cluster.ranks_per_node)
         inside_bytes = rows * (cluster.ranks - 1) * per_key
         network_bytes = rows * outside * per_key / min(cluster.ranks, cluster.ranks_per_node)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,35 +94,56 @@ def plan_backward(
     return replace(schedule, count=tiles.head_ptr[-1:]) if on_device and ragged else schedule
 
 
+class KeyWork(NamedTuple):
+    """The key tiles of one query head: how many, their steps in sum, those of the longest, and how many have another
+    number of steps than the one before."""
+
+    tiles: float
+    steps: float
+    longest: float
+    changes: float
+
+
 def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> int:
-    """Query heads of a work item: the divisor of ``group`` with the least estimated time.
+    """Query heads of a work item: the divisor of ``group`` with the least :func:`item_steps`.
 
     Args:
         steps_N: steps of each key tile for one query head.
         copies: (batch, query head) pairs that share the tiles.
 
-    The estimate: all steps and items shared evenly, with the penalty of drift, plus the tail, but no less than the
-    longest item; for items of one length the number of rounds.  (Reads three numbers from the device.)
+    (Reads three numbers from the device.)
     """
     tiles = steps_N.numel()
     if group == 1 or not tiles:
         return group
     numbers = torch.stack((steps_N.sum(), steps_N.max(), (steps_N.diff() != 0).sum())).tolist()
-    total, longest, changes = (float(x) for x in numbers)
-    even = longest * tiles <= 1.05 * total
-    drift = _DRIFT * changes / tiles
+    work = KeyWork(tiles, *map(float, numbers))
+    return min(_item_sizes(group), key=lambda heads: item_steps(work, heads, copies, group, processors))
 
-    def cost(heads: int) -> float:
-        items = tiles * copies / heads
-        sums = _BLOCK_STEPS * tiles * copies / group / processors if heads < group else 0.0
-        longest_item = longest * heads + _ITEM_STEPS
-        if even:
-            return -(-items // processors) * longest_item + sums
-        shared = (total * copies + items * _ITEM_STEPS) / processors + sums
-        shared *= 1 + drift * (math.log2(heads) / 3) ** 2
-        return max(shared + _TAIL * longest_item, longest_item)
 
-    return min((h for h in range(group, 0, -1) if group % h == 0), key=cost)
+def least_item_steps(work: KeyWork, copies: float, group: int, processors: int) -> float:
+    """:func:`item_steps` of the heads that :func:`choose_heads` takes."""
+    return min(item_steps(work, heads, copies, group, processors) for heads in _item_sizes(group))
+
+
+def _item_sizes(group: int) -> list[int]:
+    return [heads for heads in range(group, 0, -1) if group % heads == 0]
+
+
+def item_steps(work: KeyWork, heads: int, copies: float, group: int, processors: int) -> float:
+    """Estimated time of a pass, in steps of one multiprocessor, where an item walks ``heads`` query heads.
+
+    All steps and items shared evenly, with the penalty of drift, plus the tail, but no less than the longest item; for
+    items of one length the number of rounds.
+    """
+    items = work.tiles * copies / heads
+    sums = _BLOCK_STEPS * work.tiles * copies / group / processors if heads < group else 0.0
+    longest_item = work.longest * heads + _ITEM_STEPS
+    if work.longest * work.tiles <= 1.05 * work.steps:
+        return math.ceil(items / processors) * longest_item + sums
+    shared = (work.steps * copies + items * _ITEM_STEPS) / processors + sums
+    shared *= 1 + _DRIFT * work.changes / work.tiles * (math.log2(heads) / 3) ** 2
+    return max(shared + _TAIL * longest_item, longest_item)
 
 
 def heads_unseen(tiles: int, copies: int, group: int, processors: int) -> int:

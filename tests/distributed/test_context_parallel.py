@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import magi_flex
+from magi_flex.distributed import context_mask, context_ops
 from magi_flex.distributed.context_parallel import ContextParallel
+from magi_flex.distributed.cost_model import Shape
 from magi_flex.distributed.timeline import NETWORK, Timeline
 from magi_flex.distributed.workloads import document_mask, draw_document_lengths
 from magi_flex.intervals import RowIntervals
@@ -237,6 +239,34 @@ def check_few_queries(cp_mesh: DeviceMesh) -> None:
         check_call(cp, operands(1, 2, 2, 6, 500), dense)
         plans = cp.masks[0]._plans.values()
         assert all((plan.visiting is not None) == (move == "auto") for plan in plans) and plans
+
+
+def check_plans_are_bounded(group: dist.ProcessGroup) -> None:
+    """A mask that outlives many shapes (here each is planned apart, by a collective) does not hold all their plans."""
+    dense = make_mask("lower_right_causal", 6, 500).dense()
+    mask = ContextParallel(mesh_of(group), RowIntervals.from_dense(dense)).masks[0]
+    shapes = [Shape(2, 2, DIM, DIM, batch) for batch in range(1, 8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_mask, "_MOST_PLANS", 3)
+        patch.setattr(context_mask, "_MOST_CALLS", 2)
+        for shape in (*shapes, *shapes):
+            assert mask.plan(shape, False) is mask.plan(shape, False)
+            assert len(mask._plans) <= 3 and len(mask._plan_of_call) <= 2
+
+
+def test_plans_are_bounded(world: World) -> None:
+    world.run(check_plans_are_bounded, 2)
+
+
+def test_kept_keys_go_with_their_pass() -> None:
+    """Also where no backward pass asks for them, once another one asks for its own."""
+    passes = [torch.zeros(3) for _ in range(2)]
+    for lse in passes:
+        context_ops._keep(lse, [[lse + 1]])
+    del lse, passes[0]
+    assert context_ops._take_kept(torch.zeros(3)) is None
+    assert len(context_ops._kept) == 1 and context_ops._take_kept(passes[0]) is not None
+    assert not context_ops._kept
 
 
 def test_masks_that_alternate_and_options(world: World) -> None:

@@ -12,19 +12,20 @@ from torch import Tensor
 from magi_flex.distributed.agreement import mask_checksum
 from magi_flex.distributed.attention_plan import AttentionPlan
 from magi_flex.distributed.cost_model import Costs, Shape
-from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, solve_dispatch
+from magi_flex.distributed.dispatch import Dispatch, dtensor_row_counts, expand_ranges, solve_dispatch
 from magi_flex.distributed.exchange_plan import build_exchange_plan
 from magi_flex.distributed.head_groups import GroupedAttention
-from magi_flex.distributed.key_ranges import KeyRanges, needed_ranges
+from magi_flex.distributed.key_ranges import needed_ranges
 from magi_flex.distributed.mask_forms import to_intervals, to_plan
 from magi_flex.distributed.measure import measure_costs
-from magi_flex.distributed.planning import check_masks, gather_dispatch, gather_needed
+from magi_flex.distributed.planning import Needed, check_masks, gather_dispatch, gather_needed
 from magi_flex.distributed.query_exchange import choose_pairs, gather_pair_counts
 from magi_flex.distributed.stages import StagedAttention
 from magi_flex.distributed.timeline import COMPUTE, NETWORK, REDUCTION, Timeline, chrome_trace
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.merge import merge_lse
 from magi_flex.kernels.request import AttentionGradients
+from magi_flex.mask_outline import Outline
 from magi_flex.mask_plan import MaskPlan
 from tests.cases.masks import MASKS, make_mask
 from tests.cases.reference import assert_within_factor, dense_attention_with_gradients
@@ -56,11 +57,11 @@ def plan_part(
     moved: Tensor | None = None,
     head_groups: int | None = None,
 ) -> tuple[AttentionPlan, Dispatch, Dispatch]:
-    q_dispatch, _ = gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
+    q_dispatch = gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
     kv_dispatch = q_dispatch
     if mask.kv_len != mask.q_len:
         kv_dispatch = Dispatch.contiguous(mask.kv_len, dtensor_row_counts(mask.kv_len, group.size()))
-    (needed,) = gather_needed([mask], q_dispatch, group)
+    needed = gather_needed([mask], q_dispatch, group)[0].ranges
     common = (mask, q_dispatch, kv_dispatch, group.rank(), needed)
     if head_groups is None:
         part = build_exchange_plan(*common, stages, per_node, moved)
@@ -183,7 +184,7 @@ def check_choice(group: dist.ProcessGroup) -> None:
         dense = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)[None, None]
         mask = RowIntervals.from_dense(dense)
         q_dispatch, kv_dispatch = (Dispatch.contiguous(n, dtensor_row_counts(n, group.size())) for n in (q_len, kv_len))
-        (needed,) = gather_needed([mask], q_dispatch, group)
+        needed = gather_needed([mask], q_dispatch, group)[0].ranges
         counts = gather_pair_counts(mask, q_dispatch, kv_dispatch, needed, group)
         for r in range(group.size()):
             for s in range(group.size()):
@@ -342,14 +343,16 @@ def test_solver_is_the_same_in_parts(world: World) -> None:
     expected = solve_dispatch([mask], dtensor_row_counts(257, 4))
     for dispatch, needed in world.run(_gathered, 4, masks):
         assert torch.equal(dispatch.begin, expected.begin) and torch.equal(dispatch.end, expected.end)
-        for ranges, of in zip(needed, masks, strict=True):
+        for (ranges, spreads), of in zip(needed, masks, strict=True):
             whole = needed_ranges(of, expected)
             for name in ("ptr", "begin", "end"):
                 assert torch.equal(getattr(ranges, name), getattr(whole, name))
+            for rank, spread in enumerate(spreads):
+                part = slice(int(whole.ptr[rank]), int(whole.ptr[rank + 1]))
+                keys = expand_ranges(whole.begin[part], whole.end[part])
+                assert spread == Outline.of(of.take_rows(expected.rows(rank)).take_keys(keys)).spread()
 
 
-def _gathered(group: dist.ProcessGroup, masks: list[RowIntervals]) -> tuple[Dispatch, list[KeyRanges]]:
-    mask = masks[0]
-    dispatch, areas = gather_dispatch([mask], dtensor_row_counts(mask.q_len, group.size()), group)
-    assert areas == [mask.row_area().double().mean((0, 1)).sum()]
+def _gathered(group: dist.ProcessGroup, masks: list[RowIntervals]) -> tuple[Dispatch, list[Needed]]:
+    dispatch = gather_dispatch(masks[:1], dtensor_row_counts(masks[0].q_len, group.size()), group)
     return dispatch, gather_needed(masks, dispatch, group)
