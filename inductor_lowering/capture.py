@@ -97,8 +97,8 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise MaskModError(
-                "mask_mod: a Python value of an index was asked for (if, while, and, or, not, int(), .item()); "
-                "a mask_mod cannot branch on data, so use &, |, ~ and torch.where"
+                "mask_mod: a Python value of an index was asked for (if, while, and, or, not, int(), .item(), a list's "
+                "index); a mask_mod cannot branch on data, so use &, |, ~ and torch.where, and tensors for tables"
             )
 
         def to_node(x: Any) -> Any:
@@ -127,6 +127,10 @@ class _GetItem(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__array__ and isinstance(args[0], _Symbol):
+            raise MaskModError(
+                "mask_mod: NumPy asked for an index as an array; use torch's operators, and tensors for tables"
+            )
         if func is not Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         table, index = args

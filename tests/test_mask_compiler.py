@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -256,6 +257,8 @@ _table_S = torch.arange(10)
     [
         (lambda b, h, q, k: q >= k and k > 2, "cannot branch on data"),
         (lambda b, h, q, k: q.item() >= k, "cannot branch on data"),
+        (lambda b, h, q, k: [0, 1][q] == k, "a list's index"),
+        (lambda b, h, q, k: np.arange(9)[q] == k, "tensors for tables"),
         (lambda b, h, q, k: q - k, "returned torch.int64"),
         (lambda b, h, q, k: _table_S > q, r"returned torch.bool of shape \(10,\)"),
         (lambda b, h, q, k: None, "returned NoneType"),

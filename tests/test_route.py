@@ -58,7 +58,7 @@ def test_experimental_backends_are_taken_by_name_only(monkeypatch: pytest.Monkey
     monkeypatch.setattr(backend_registry, "BACKENDS", (first._replace(experimental=True), *backend_registry.BACKENDS))
     facts = replace(FACTS, head_dim=57)  # not yet routed
     assert dict(explain_route(facts))["new"] == [
-        "has not run on a GPU yet, so it must be chosen by name (backend='new')"
+        "not all of its tests have run on a GPU yet, so it must be chosen by name (backend='new')"
     ]
     assert not dict(explain_route(facts, "new"))["new"] and dict(explain_route(facts, "tiled"))["new"]
     proven = replace(FACTS, head_dim=59)
@@ -99,7 +99,7 @@ def test_stock_keeps_less_once_triton_is_proven(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(backend, "missing", lambda self, device: None)
     proven = tuple(entry._replace(experimental=False) for entry in backend_registry.BACKENDS)
     gpu = replace(FACTS, device=torch.device("cuda", 0), dtype=torch.bfloat16, score_steps=None, score_grads=True)
-    assert "has not run on a GPU yet" in str(stock_is_faster(gpu))
+    assert "not all of its tests have run" in str(stock_is_faster(gpu))
     monkeypatch.setattr(backend_registry, "BACKENDS", proven)
     assert stock_is_faster(gpu) is None
     assert stock_is_faster(replace(gpu, dtype=torch.float32, head_dim=256, has_bit_tiles=True)) is None

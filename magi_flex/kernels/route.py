@@ -19,7 +19,7 @@ logger = logging.getLogger("magi_flex")
 class Entry(NamedTuple):
     """A backend by name; its module is imported when it is first considered.
 
-    ``experimental``: it has not run yet on the hardware that it is for, so ``auto`` never takes it.
+    ``experimental``: not all of its tests have run on the hardware that it is for, so ``auto`` never takes it.
     """
 
     name: str
@@ -48,12 +48,12 @@ def backend_names() -> list[str]:
 def reservation(name: str) -> str | None:
     """Why ``auto`` passes a backend over whatever it serves, or None."""
     if any(entry.experimental for entry in BACKENDS if entry.name == name):
-        return _reserved("", name)
+        return _reserved("not all of its tests have run on a GPU yet", name)
     return None
 
 
-def _reserved(what: str, name: str) -> str:
-    return f"{what} has not run on a GPU yet, so it must be chosen by name (backend={name!r})".lstrip()
+def _reserved(why: str, name: str) -> str:
+    return f"{why}, so it must be chosen by name (backend={name!r})"
 
 
 def check_choice(choice: str, *others: str) -> str:
@@ -94,7 +94,7 @@ def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, li
             reserved = reservation(name)
             reasons = [*([reserved] if reserved else []), *reasons]
             if not missing:
-                reasons += [_reserved(what, name) for what in backend.reservations(facts)]
+                reasons += [_reserved(f"{what} has not run on a GPU yet", name) for what in backend.reservations(facts)]
         table.append((name, reasons))
     return table
 
