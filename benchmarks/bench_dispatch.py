@@ -137,11 +137,12 @@ def bench_rank() -> Row:
     length, ranks = 1 << 22, 512
     mask = document_mask(draw_document_lengths(length, 0))
     areas_C = chunk_areas(mask, 128)
-    needed = needed_ranges(mask, solve_dispatch([mask], dtensor_row_counts(length, ranks), 128, area_MC=areas_C[None]))
-    counts_P1 = needed.ptr.diff()[:, None]
-    ranges = torch.stack((needed.begin, needed.end), 1).split(counts_P1[:, 0].tolist())
+    dispatch = solve_dispatch([mask], dtensor_row_counts(length, ranks), 128, area_MC=areas_C[None])
+    of_ranks = [planning.needed_by_rank(mask, dispatch, rank) for rank in range(ranks)]
+    counts_P1C = torch.tensor([[(len(part.begin), *spread)] for part, spread in of_ranks])
+    ranges = [torch.stack((part.begin, part.end), 1) for part, _ in of_ranks]
     answers = itertools.cycle(
-        [areas_C.view(ranks, 1, -1), counts_P1, torch.nn.utils.rnn.pad_sequence(ranges, batch_first=True)]
+        [areas_C.view(ranks, 1, -1), counts_P1C, torch.nn.utils.rnn.pad_sequence(ranges, batch_first=True)]
     )
 
     def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:

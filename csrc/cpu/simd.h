@@ -38,7 +38,6 @@ inline V load_as(const void* p) {
 inline VecF load(const float* p) { return load_as<VecF>(p); }
 inline void store(float* p, VecF v) { std::memcpy(p, &v, sizeof(v)); }
 inline VecF splat(float x) { return x - VecF{}; }
-inline VecI splat_i(int32_t x) { return x - VecI{}; }
 
 template <class To, class From>
 inline To bits_as(From v) {

@@ -63,20 +63,20 @@ class Needed(NamedTuple):
     spreads: list[Spread]
 
 
+def needed_by_rank(mask: RowIntervals, q_dispatch: Dispatch, rank: int) -> tuple[KeyRanges, Spread]:
+    """The keys that a rank's rows attend to (of one unit), and how its rows are spread over them."""
+    ranges = needed_ranges(mask, q_dispatch, [rank])
+    device = mask.starts.device
+    rows = mask.take_rows(q_dispatch.rows(rank).to(device))
+    return ranges, Outline.of(over_ranges(rows, ranges.begin.to(device), ranges.end.to(device))).spread()
+
+
 def gather_needed(masks: Sequence[RowIntervals], q_dispatch: Dispatch, group: dist.ProcessGroup) -> list[Needed]:
-    """:func:`needed_ranges` of each mask, every rank's own rows computed by itself.  A collective."""
-    rank = group.rank()
-    own = [needed_ranges(mask, q_dispatch, [rank]) for mask in masks]
-    rows = q_dispatch.rows(rank)
-    spreads = []
-    for mask, part in zip(masks, own, strict=True):
-        device = mask.starts.device
-        local = over_ranges(mask.take_rows(rows.to(device)), part.begin.to(device), part.end.to(device))
-        spreads.append(Outline.of(local).spread())
+    """Of each mask, every rank's own rows computed by itself.  A collective."""
+    own = [needed_by_rank(mask, q_dispatch, group.rank()) for mask in masks]
     # A column for the number of ranges, the others for the spread.
-    counts = [(len(part.begin), *spread) for part, spread in zip(own, spreads, strict=True)]
-    counts_PMC = all_gather(torch.tensor(counts), group)
-    flat = torch.cat([torch.stack((part.begin, part.end), 1) for part in own])
+    counts_PMC = all_gather(torch.tensor([(len(part.begin), *spread) for part, spread in own]), group)
+    flat = torch.cat([torch.stack((part.begin, part.end), 1) for part, _ in own])
     last_PM = counts_PMC[..., 0].cumsum(1)
     most = int(last_PM[:, -1].max())
     gathered_PN2 = all_gather(torch.nn.functional.pad(flat, (0, 0, 0, most - len(flat))), group)

@@ -19,7 +19,6 @@ from magi_flex.remember import remembered
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 # CUtensorMapDataType
 _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 # CUtensorMapSwizzle, by bytes
@@ -44,7 +43,6 @@ def _driver() -> ctypes.PyDLL:
         ) from error
     address, unsigned = ctypes.c_void_p, ctypes.c_uint
     driver.cuLaunchKernel.argtypes = [address, *[unsigned] * 7, address, address, address]
-    driver.cuLaunchKernelEx.argtypes = [address] * 4
     driver.cuTensorMapReplaceAddress.argtypes = [address, address]
     driver.cuMemsetD32Async.argtypes = [ctypes.c_uint64, unsigned, ctypes.c_size_t, address]
     driver.cuModuleLoadData.argtypes = [address, ctypes.c_char_p]
@@ -100,41 +98,18 @@ class Kernel:
         _check(_driver().cuMemcpyDtoH_v2(ctypes.byref(value), address, 4), f"reading {symbol}")
         return value.value
 
-    def launch(
-        self, grid: int, threads: int, params: ParameterBlock, stream: int, overlap_previous: bool = False
-    ) -> None:
+    def launch(self, grid: int, threads: int, params: ParameterBlock, stream: int) -> None:
         """Launch ``grid`` blocks with one by-value parameter.
 
         Args:
             params: the parameter; the driver copies it before this returns.
             stream: a CUstream as an int (:func:`current_stream`).
-            overlap_previous: may start before the previous kernel of the stream is complete (programmatic dependent
-                launch); the kernel itself must wait (griddepcontrol.wait) before it touches that kernel's results.
         """
-        if not overlap_previous:
-            code = _driver().cuLaunchKernel(
-                self.function, grid, 1, 1, threads, 1, 1, self.shared_bytes, stream, params.pointers, None
-            )
-        else:
-            attribute = _LaunchAttribute(id=_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-            config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(attribute), 1)
-            code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, params.pointers, None)
+        code = _driver().cuLaunchKernel(
+            self.function, grid, 1, 1, threads, 1, 1, self.shared_bytes, stream, params.pointers, None
+        )
         if code:
             _check(code, f"launching {self.name}")
-
-
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("attribute_count", ctypes.c_uint),
-    ]
 
 
 class ParameterBlock:

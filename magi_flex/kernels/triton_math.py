@@ -12,7 +12,6 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG10_2 = tl.constexpr(0.3010299956639812)
-HALF_PI = tl.constexpr(1.5707963267948966)
 
 
 @triton.jit

@@ -15,8 +15,6 @@ from magi_flex.kernels.tile_plans import kernel_tile_plan
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.tiles import TilePlan
 
-RECORD = 8  # int32 numbers of a record
-
 
 @dataclass(frozen=True)
 class Schedule:

@@ -84,8 +84,6 @@ inline void mbarrier_wait(uint64* barrier, uint32 parity) {
 }
 
 inline void fence_proxy_async() {}
-inline void grid_dependency_wait() {}
-inline void grid_dependency_launch() {}
 
 // ---- bulk copies ---------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,6 @@ struct BackwardConfig {
     static constexpr int kKeys = kKeys_;        // keys of a tile
     static constexpr int kKeyWords = kKeys / 32;
     static constexpr bool kSumDq = kSumDq_;     // else dQ is another kernel's (gradient_q.cu)
-    static constexpr bool kWide = kWide_;       // dk and dv in float32
     using GradientType = typename SelectType<kWide_, float, uint16>::type;
     static constexpr int kStages = 2;           // of Q, dO and dS
     static constexpr int kKvStages = FFA_KV_STAGES;  // of K and V

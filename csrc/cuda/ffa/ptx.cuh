@@ -82,10 +82,6 @@ FFA_DEVICE void mbarrier_wait(uint64* barrier, uint32 parity) {
 // Orders this thread's ordinary shared-memory accesses before later ones of the copy engine and the tensor cores.
 FFA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Programmatic dependent launch.
-FFA_DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-FFA_DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // ---- bulk copies (TMA) ---------------------------------------------------------------------------------------------
 
 FFA_DEVICE void tma_prefetch_map(const TensorMap& map) {
