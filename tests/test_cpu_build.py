@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,19 @@ def test_one_build_however_many_ask(tmp_path: Path) -> None:
     assert count.read_text() == "built\n"
     library = Path(printed.pop().strip())
     assert library.exists() and [x.suffix for x in library.parent.iterdir() if x.suffix != ".lock"] == [".so"]
+
+
+def test_a_temporary_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = jit.cache_directory()
+    assert folder.is_dir() and folder.parent.parent == tmp_path
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 20)  # somebody else made ours
+    (tmp_path / f"magi_flex-{1 << 20}").mkdir()
+    with pytest.raises(jit.BuildError, match="belongs to another user"):
+        jit.cache_directory()
 
 
 def test_without_a_compiler(

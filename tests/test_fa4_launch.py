@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,13 @@ def test_memory_of_the_interface_keeps_its_layout(columns: int, view: bool, repe
 
     interface = SimpleNamespace(compile_cache={"double": double, "add": add, "copy": copy})
 
+    def another() -> None:
+        interface.compile_cache["copy"](torch.zeros(6, 5), torch.zeros(6, 5))
+
     def call(x: Tensor, out: Tensor) -> None:
+        other = threading.Thread(target=another)  # whose calls are not ours
+        other.start()
+        other.join()
         rows, sums = torch.empty(6, columns).t()[:: columns // 5], torch.zeros(6, 5).t()
         interface.compile_cache["double"](x, rows)
         interface.compile_cache["add"](rows[None] if view else rows, sums)
@@ -41,6 +48,7 @@ def test_memory_of_the_interface_keeps_its_layout(columns: int, view: bool, repe
     launch = watched(lambda: call(x, out), [interface], [x, out])
     assert torch.equal(out, 2 * x) and (launch is not None) == repeatable
     if launch is not None:
+        assert len(launch.calls) == 3
         other, result = torch.randn(5, 6), torch.empty(5, 6)
         launch(other, result)
         assert torch.equal(result, 2 * other) and strides[2:] == strides[:2] == [(1, 5), (1, 5)]

@@ -19,8 +19,10 @@ def cache_folder(family: str, error: type[Exception] = RuntimeError) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    folder = Path(tempfile.gettempdir()) / f"magi_flex-{os.getuid()}" / family
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise error(f"{folder} belongs to another user: remove it, or make ~/.cache writable")
+    own = Path(tempfile.gettempdir()) / f"magi_flex-{os.getuid()}"
+    own.mkdir(exist_ok=True, mode=0o700)
+    if own.lstat().st_uid != os.getuid():  # who could put code of theirs there
+        raise error(f"{own} belongs to another user: remove it, or make ~/.cache writable")
+    folder = own / family
+    folder.mkdir(exist_ok=True)
     return folder

@@ -160,7 +160,7 @@ class _Prepared:
     """What the first call of its kind leaves for the next ones.
 
     Attributes:
-        launch: None before the first call, and where every call differs.
+        launch: None before the first call, and where every call differs; set last, as other threads look for it.
         packed: tensors go as packed sequences.
     """
 
@@ -205,7 +205,7 @@ def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared
     in_place = rows.data_ptr() == lse.data_ptr()
     torch.mul(lse if in_place else _rows_by_head(rows, q), LOG2_E, out=lse)
     if in_place and all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True)):
-        prepared.launch, prepared.packed = launch, packed
+        prepared.packed, prepared.launch = packed, launch
 
 
 def _first_backward(
@@ -252,7 +252,7 @@ def _first_backward(
     caches = (interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert)
     launch = watched(work, caches, given)
     if direct and all(x is y for x, y in zip(tensors, (request.q, request.k, request.v, out, d_out), strict=True)):
-        prepared.launch, prepared.packed = launch, packed
+        prepared.packed, prepared.launch = packed, launch
     if scale != given_scale:
         results[0].mul_(given_scale / scale)
     if not direct:

@@ -142,10 +142,10 @@ def _watching(looked_up_in: Sequence[Any], calls: list[tuple[Kernel, tuple[Any, 
 
 
 class _Watch:
-    """A cache of compiled kernels; ``calls`` gets the calls of those that it hands out."""
+    """A cache of compiled kernels; ``calls`` gets this thread's calls of those that it hands out."""
 
     def __init__(self, cache: Any, calls: list[tuple[Kernel, tuple[Any, ...]]]) -> None:
-        self.cache, self.calls = cache, calls
+        self.cache, self.calls, self.thread = cache, calls, threading.get_ident()
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache
@@ -157,7 +157,8 @@ class _Watch:
         kernel = self.cache[key]
 
         def call(*arguments: Any) -> object:
-            self.calls.append((kernel, arguments))
+            if threading.get_ident() == self.thread:
+                self.calls.append((kernel, arguments))
             return kernel(*arguments)
 
         return call
