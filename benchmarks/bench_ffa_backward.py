@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.bench_fa4 import alone, package_masks
 from benchmarks.bench_ffa import cudnn
 from benchmarks.harness import RESULTS, Row, Work, attention_tflops, call_ms, leave, table, write_results
-from benchmarks.workloads import MASKS, WINDOW, attention_tensors, many_documents, mask_plan, shared_prefixes
+from benchmarks.workloads import MASKS, attention_tensors, many_documents, mask_plan, shared_prefixes
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_driver import multiprocessors
 from magi_flex.kernels.fa4 import Fa4Backend
@@ -33,10 +33,6 @@ from magi_flex.kernels.ffa_backward import BackwardLaunch, GradientQ
 from magi_flex.kernels.ffa_backward_schedule import BackwardSchedule, make_backward_schedule, plan_backward
 from magi_flex.kernels.request import AttentionRequest, ScoreProgram, Softcap
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.mask_structure import Band
-
-# What the compiler knows of a mask_mod without looking at the intervals.
-BANDS = {"full": Band(None, None), "causal": Band(None, 0), "sw_causal": Band(WINDOW - 1, 0)}
 
 
 def gradients_of(work: Work | None, inputs: list[Tensor], d_out: Tensor) -> Work | None:
@@ -79,7 +75,7 @@ def measure(
 ) -> Row:
     head_dim, v_dim = dims
     q, k, v, d_out = attention_tensors(length, heads, kv_heads, dims)
-    plan = mask_plan(mask, length, BANDS.get(mask))
+    plan = mask_plan(mask, length)
     instance = backward_instance(q.dtype, head_dim, v_dim)
     scale = head_dim**-0.5
     forward = FfaBackend().forward(AttentionRequest(q, k, v, plan, scale))
@@ -122,7 +118,8 @@ def measure(
 
 def measure_many(name: str, rows: RowIntervals, heads: int, kv_heads: int, rounds: int) -> list[Row]:
     """Very many intervals beside one causal triangle of the same area, forward and backward."""
-    head_dim, plans = 128, [MaskPlan(RowIntervals(rows.starts.cuda(), rows.ends.cuda(), rows.kv_len))]
+    on_gpu = RowIntervals(rows.starts.cuda(), rows.ends.cuda(), rows.kv_len)
+    head_dim, plans = 128, [MaskPlan(on_gpu).with_outline()]
     triangle = math.isqrt(2 * plans[0].area())
     plans.append(mask_plan("causal", triangle))
     works: dict[str, list[Work]] = {"fwd": [], "bwd": []}

@@ -10,7 +10,6 @@ from torch import Tensor
 from magi_flex.distributed.workloads import LONG_CONTEXT_CORPUS
 from magi_flex.intervals import RowIntervals
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.mask_structure import Structure
 
 WINDOW, BLOCK = 1024, 2048
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "sw_causal", "varlen_block_causal")
@@ -59,10 +58,10 @@ def bounds(mask: str, length: int) -> tuple[Tensor, Tensor]:
     return lo.int(), hi.int()
 
 
-def mask_plan(mask: str, length: int, structure: Structure | None = None) -> MaskPlan:
-    """The plan on the GPU."""
+def mask_plan(mask: str, length: int) -> MaskPlan:
+    """The plan on the GPU, with its outline, as calls have it."""
     lo, hi = (x.cuda().view(1, 1, 1, length) for x in bounds(mask, length))
-    return MaskPlan(RowIntervals(lo, hi, length), structure=structure)
+    return MaskPlan(RowIntervals(lo, hi, length)).with_outline()
 
 
 def attention_tensors(length: int, heads: int, kv_heads: int, dims: tuple[int, int]) -> tuple[Tensor, ...]:

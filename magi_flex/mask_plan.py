@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,13 @@ class MaskPlan:
         for rows_BHQK in mask_BHQK.split(tiles * builder.q_tile, dim=2):
             builder.add_rows(rows_BHQK)
         return builder.finish()
+
+    def with_outline(self) -> MaskPlan:
+        """The plan with what hosts want to know of a mask on a device: one transfer, unless it is known already or the
+        mask has bit tiles."""
+        if self.bit_tiles is not None or self.structure is not None or self.outline is not None:
+            return self
+        return replace(self, outline=Outline.of(self.intervals))
 
     @property
     def starts(self) -> Tensor:

@@ -140,7 +140,8 @@ class MaskSpec:
             return BuiltMask(full_plan(q_len, kv_len, device))
         # Inference tensors do not count their changes: nothing that kernels derive from them could be kept.
         with torch.inference_mode(False), torch.no_grad():
-            return self._build(tensors, ints, (batch, heads, q_len, kv_len), device)
+            built = self._build(tensors, ints, (batch, heads, q_len, kv_len), device)
+            return built if device.type == "cpu" else replace(built, plan=built.plan.with_outline())
 
     def _build(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device) -> BuiltMask:
         from inductor_lowering.to_intervals import UnsupportedMask, restrict_by_program

@@ -43,6 +43,15 @@ def test_outlines_are_exact(data: st.DataObject) -> None:
     check(Outline.of(mask).of_heads(part), mask.to_dense()[:, part])
 
 
+def test_plans_with_outlines() -> None:
+    intervals = MaskPlan.from_dense(make_mask("document_causal", 300).dense())
+    plan = intervals.with_outline()
+    assert plan.outline is not None and plan.with_outline() is plan
+    check(plan.outline, plan.to_dense())
+    bits = MaskPlan.from_dense(torch.rand(1, 1, 200, 200) < 0.5)
+    assert bits.bit_tiles is not None and bits.with_outline() is bits
+
+
 def test_outlines_of_nothing() -> None:
     assert Outline.of(RowIntervals.empty(7, 300)).rows_BHN.tolist() == [[[0, 0, 0]]]
     for q_len, kv_len in ((0, 5), (5, 0)):

@@ -23,11 +23,11 @@ ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
 # Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
 # converting the sums of a key tile whose dK and dV are summed in memory; what longest-first order leaves at the end, of
 # the longest item.
-_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 3.5, 5.0, 0.15
+_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 3.5, 8.0, 0.2
 # Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
 # heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads, if every tile
 # takes another number than the one before.
-_DRIFT = 0.1
+_DRIFT = 0.15
 
 
 @dataclass(frozen=True)

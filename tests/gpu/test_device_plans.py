@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import magi_flex
 import magi_flex.ops  # the operators
+from inductor_lowering.capture import trace_mask_mod
 from inductor_lowering.packed_labels import LabelledIntervals
 from magi_flex import mods
 from magi_flex.fx_program import FxProgram
@@ -20,6 +21,7 @@ from magi_flex.kernels.device_plans import build_device_plan
 from magi_flex.kernels.ffa_backward_schedule import plan_backward
 from magi_flex.kernels.ffa_schedule import device_schedule
 from magi_flex.kernels.tile_plans import choose_builder, kernel_tile_plan
+from magi_flex.mask_outline import Outline
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import MaskSpec, split_captures
 from magi_flex.tiles import build_tile_plan
@@ -147,8 +149,6 @@ def test_nothing_is_waited_for(device_builder: None, no_waiting: None) -> None:
 
 
 def test_intervals_are_not_waited_for(no_waiting: None) -> None:
-    from inductor_lowering.capture import trace_mask_mod
-
     first = torch.arange(4096, device="cuda") // 1000 * 1000
     window = torch.tensor([5, 2000], device="cuda")
     mask_mods = {
@@ -171,6 +171,20 @@ def test_intervals_are_not_waited_for(no_waiting: None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got[:2], wanted[:2], strict=True))
         dense = magi_flex.plan(mask_mod, 4096, 4096, 1, 2, "cuda").to_dense()
         assert torch.equal(RowIntervals(*got[:2], 4096).to_dense().expand(1, 2, -1, -1), dense.expand(1, 2, -1, -1))
+
+
+def test_hosts_know_outlines() -> None:
+    """Of masks outside of CUDA graphs, as the operators build them: kernels then deal their work by them."""
+    for mask_mod in (mods.causal(), mods.sliding_window(100)):
+        program, captures = trace_mask_mod(mask_mod, "cuda")
+        order, tensors, ints = split_captures(captures)
+        spec = MaskSpec(program.to_json(), order)
+        outline = spec.build(tensors, ints, 1, 2, 1000, 1000, torch.device("cuda")).plan.outline
+        wanted = Outline.of(
+            spec.build([x.cpu() for x in tensors], ints, 1, 2, 1000, 1000, torch.device("cpu")).plan.intervals
+        )
+        assert outline is not None and torch.equal(outline.rows_BHN, wanted.rows_BHN)
+        assert outline.area == wanted.area
 
 
 def test_replayed_plans(device_builder: None) -> None:
