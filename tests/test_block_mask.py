@@ -351,8 +351,8 @@ def test_a_mask_adjusted_to_shorter_lengths(lengths: tuple[int, int]) -> None:
     ours = create_block_mask(causal, None, None, 4096, 4096, "cpu", BLOCK_SIZE=256)._adjust(q_len, kv_len)
     want = torch.arange(kv_len) <= torch.arange(q_len)[:, None]
     lists = adjusted.to_dense().repeat_interleave(256, 2).repeat_interleave(256, 3)[0, 0, :q_len, :kv_len].bool()
-    assert torch.equal(plan(adjusted).to_dense()[0, 0], want & lists)
-    assert torch.equal(plan(ours).to_dense()[0, 0], want & lists)
+    assert torch.equal(plan(adjusted, q_len=q_len, kv_len=kv_len).to_dense()[0, 0], want & lists)
+    assert torch.equal(plan(ours, q_len=q_len, kv_len=kv_len).to_dense()[0, 0], want & lists)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
