@@ -107,8 +107,8 @@ class _Analysis:
             return self.values[x["node"]]
         if isinstance(x, dict) and "float" in x:
             x = float(x["float"])
-        if isinstance(x, (int, float)) and not isinstance(x, bool):
-            return _Value(CONSTANT, linear={CONSTANT: x})
+        if isinstance(x, (int, float)):
+            return _Value(CONSTANT, linear={CONSTANT: int(x) if isinstance(x, bool) else x})
         return _Value(CONSTANT)
 
     def _union(self, values: Sequence[_Value]) -> str | None:
@@ -126,7 +126,8 @@ class _Analysis:
             return self._index(number, args)
         if name == "aten::full":
             constant = self._operand(args[1])
-            return replace(constant, step=number) if args[0] == [] else _Value(number)
+            is_number = args[0] == [] and not isinstance(args[1], bool)
+            return replace(constant, step=number) if is_number else _Value(number)
         if name in ("aten::_to_copy", "prims::convert_element_type"):
             dtype = kwargs.get("dtype") if name == "aten::_to_copy" else args[1]
             return self._convert(number, self._operand(args[0]), dtype)
@@ -137,7 +138,7 @@ class _Analysis:
             if alpha.number is None:
                 raise _Unrecognised
             if alpha.number != 1:
-                operands[scaled] = self._scaled(number, operands[scaled], alpha.number)
+                operands[scaled] = self._scaled(None, operands[scaled], alpha.number)
         elif any(isinstance(x, dict) and "node" in x for x in kwargs.values()) or "rounding_mode" in kwargs:
             name = "other"
         return self._combine(number, name, operands)
@@ -167,10 +168,10 @@ class _Analysis:
         if name == "aten::neg":
             return self._scaled(number, operands[0], -1)
         if name in ("aten::add", "aten::sub"):
-            other = operands[1] if name == "aten::add" else self._scaled(number, operands[1], -1)
+            other = operands[1] if name == "aten::add" else self._scaled(None, operands[1], -1)
             return self._sum(number, operands[0], other)
         if name == "aten::rsub":
-            return self._sum(number, operands[1], self._scaled(number, operands[0], -1))
+            return self._sum(number, operands[1], self._scaled(None, operands[0], -1))
         if name == "aten::mul":
             return self._product(number, *operands)
         if name == "aten::div" and operands[1].number:
@@ -186,7 +187,12 @@ class _Analysis:
                 return replace(value, distance=(None, abs(factor), True))
         return value
 
-    def _scaled(self, number: int, value: _Value, factor: float) -> _Value:
+    def _scaled(self, number: int | None, value: _Value, factor: float) -> _Value:
+        """``number``: the step that computes it; None where no step does, as what a difference takes away."""
+        if number is None:
+            if value.axes is not None:
+                value = replace(value, terms=self._terms(value))
+            number = value.step
         score = None if value.score is None else _then_multiply(value.score, factor)
         linear = None if value.linear is None else {arg: c * factor for arg, c in value.linear.items()}
         terms = None if value.terms is None else tuple(_scale_term(term, factor) for term in value.terms)

@@ -102,7 +102,9 @@ class FxProgram:
         return builder.program()
 
     @staticmethod
+    @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> FxProgram:
+        """The same object for the same text, so that what was found out about it is kept."""
         return FxProgram(tuple(json.loads(text)))
 
     def to_json(self) -> str:

@@ -152,7 +152,7 @@ class MaskSpec:
         captures = join_captures(self.selection_order, *selected_by)
         plan = self._mask_plan(*own, sizes, device)
         try:
-            return BuiltMask(restrict_by_program(plan, _program(self.selection), captures, *sizes[:2]))
+            return BuiltMask(restrict_by_program(plan, FxProgram.from_json(self.selection), captures, *sizes[:2]))
         except (IndexError, UnsupportedMask) as error:
             logger.info("score_mod: its -inf selection is not made part of the mask: %s", error)
             return BuiltMask(plan, selected=False)
@@ -188,7 +188,7 @@ class MaskSpec:
         elif self.program is None:
             return full_plan(q_len, kv_len, device)
         captures = join_captures(self.order, tensors, ints)
-        program = _program(self.program)
+        program = FxProgram.from_json(self.program)
         plan = plan_with_report(program, captures, batch, heads, q_len, kv_len, device, partial, full)[0]
         return plan if device.type == "cpu" else _without_shared_memory(plan, tensors)
 
@@ -200,7 +200,7 @@ class MaskSpec:
             return False
         count = self._list_count
         captures = join_captures(self.order, tensors[count:], ints[2:])
-        canonical = find_canonical(_program(self.program), captures)
+        canonical = find_canonical(FxProgram.from_json(self.program), captures)
         if canonical is None:
             return False
         plan = [captures[i] for i in astuple(canonical) if i is not None]
@@ -275,7 +275,7 @@ class MaskSpec:
             if self.lists:
                 raise NotStatic("block lists alone")
             return RowIntervals.full(q_len, kv_len, device), None
-        intervals = static_intervals(_program(self.program), captures, *sizes, device)
+        intervals = static_intervals(FxProgram.from_json(self.program), captures, *sizes, device)
         lists = self._listed_blocks(tensors, ints, sizes)
         return intervals, None if lists is None else agreement(MaskPlan(intervals), *lists)
 
@@ -301,7 +301,7 @@ class MaskSpec:
         captures = self._known_captures(tensors, ints, sizes)
         if self.program is None:
             raise NotStatic("no mask_mod")
-        labels = labelled_intervals(_program(self.program), captures, *sizes, device)
+        labels = labelled_intervals(FxProgram.from_json(self.program), captures, *sizes, device)
         intervals, holds = labels.packed()
         blocks, lists = None, self._listed_blocks(tensors, ints, sizes)
         if lists is not None:
@@ -436,8 +436,8 @@ class ScoreSpec:
             steps = build_steps(_recipe(self.recipe), captures, sizes, device)
         return ScoreProgram(
             steps=steps,
-            forward=_program(self.forward),
-            joint=None if self.joint is None else _program(self.joint),
+            forward=FxProgram.from_json(self.forward),
+            joint=None if self.joint is None else FxProgram.from_json(self.joint),
             captures=captures,
             needs_grad=self.needs_grad,
         )
@@ -482,8 +482,3 @@ class CallSpec:
 @functools.lru_cache(maxsize=1024)
 def _recipe(text: str) -> tuple[Any, ...]:
     return tuple(json.loads(text))
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(text: str) -> FxProgram:
-    return FxProgram.from_json(text)

@@ -10,7 +10,6 @@ A recipe step is one of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +92,7 @@ def _run(program: str, axes: str, captures: Sequence[Any], sizes: Sizes, device:
     if "d" in axes:
         ranges[QUERY] = torch.arange(1 - kv_len, q_len, device=device).view(1, 1, -1, 1)
     score = torch.zeros((), device=device)
-    value = _parsed(program).run([score, *ranges.values(), *captures], device, torch.float32)
+    value = FxProgram.from_json(program).run([score, *ranges.values(), *captures], device, torch.float32)
     return torch.as_tensor(value, device=device).detach()
 
 
@@ -130,8 +129,3 @@ def _read(step: Recipe, captures: Sequence[Any], sizes: Sizes, device: torch.dev
         if low < 0 or high >= size:
             raise _OutOfRange
     return Bias(table, (strides[0], strides[1], strides[2], strides[3]), offset, factor)
-
-
-@functools.lru_cache(maxsize=1024)
-def _parsed(program: str) -> FxProgram:
-    return FxProgram.from_json(program)

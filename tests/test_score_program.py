@@ -149,6 +149,8 @@ COMPOSITIONS: dict[str, Any] = {
     "minus the score": lambda s, b, h, q, k: 1 - s,
     "score taken away thrice": lambda s, b, h, q, k: torch.rsub(torch.rsub(s, 1.0, alpha=3), SLOPES[h], alpha=2),
     "multiples added": lambda s, b, h, q, k: torch.sub(torch.add(s, SLOPES[h], alpha=3), TABLE[h, q], alpha=2),
+    "tables taken away": lambda s, b, h, q, k: s + torch.log(q + 1.0) - (q - k).abs().float().sqrt(),
+    "indices taken away": lambda s, b, h, q, k: torch.tanh((s + True - (q + 2 * h)) / 40) * 40,
     "captured scalar added": lambda s, b, h, q, k: s + SLOPES.sum(),
 }
 
