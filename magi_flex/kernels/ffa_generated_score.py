@@ -189,12 +189,17 @@ def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout:
     for graph in graphs:
         graph.add_inputs(launch, score.captures, layout)
 
-    def generate() -> tuple[GeneratedCode, list[Graph]]:
-        code = GeneratedCode(_text(launch, layout, places, graphs), launch.format or "q")
-        return code, graphs  # the graphs, so that they live as long as their ids
+    def generate() -> tuple[GeneratedCode | str, list[Graph]]:
+        """The code, or why there is none; and the graphs, so that they live as long as their ids."""
+        try:
+            return GeneratedCode(_text(launch, layout, places, graphs), launch.format or "q"), graphs
+        except UnsupportedProgram as error:
+            return str(error), graphs
 
     key = ("code", *map(id, graphs), launch.kinds(), tuple(launch.in_bounds.items()))
     code, _ = score.forward.recall(key, generate)
+    if isinstance(code, str):
+        raise UnsupportedProgram(code)
     return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code)
 
 
