@@ -28,6 +28,7 @@ from magi_flex.kernels.ffa_launch import (
     SCALE,
     bit_tile_values,
     kernel_dtype,
+    set_backward_maps,
 )
 from magi_flex.kernels.ffa_schedule import Schedule
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
@@ -208,7 +209,7 @@ class BackwardLaunch:
                 "intervals, the most that the ffa backward indexes; split the batch or the heads"
             )
         plan = schedule.plan
-        tiles = plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1)
+        tiles = _tiles_of_a_mask(plan, intervals)
         key_blocks = 0
         if heads // kv_heads > schedule.heads:
             key_blocks = tiles * kv_heads * (batch if mask_heads > 1 or mask_batch == 1 else 1)
@@ -320,6 +321,12 @@ class BackwardLaunch:
                 self._finish_kernel.launch(self._finish_blocks, _CONVERT_THREADS, self._finish, stream)
 
 
+def _tiles_of_a_mask(plan: TilePlan, intervals: RowIntervals) -> int:
+    """Key tiles of one batch entry and head where heads have masks of their own, else all of them."""
+    mask_batch, mask_heads = intervals.starts.shape[:2]
+    return plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1)
+
+
 def _plan_pointers(plan: TilePlan) -> tuple[int, int, int]:
     return plan.head_ptr.data_ptr(), plan.tile_begin.data_ptr(), plan.tile_end.data_ptr()
 
@@ -349,12 +356,8 @@ class _MainLaunch:
         _, self._kernel, _ = load_kernels(instance, q_BHQD.device.index)
         self._score = struct.Struct("<" + score_format(instance.score_steps, instance.generated))
         self._params = cuda_driver.ParameterBlock(_MAPS, instance.params())
-        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
-        rows, keys = (64, instance.pack, instance.positions, 1), (64, instance.keys, 1, 1)
-        boxes = ((q_BHQD, by_row, rows), (k_BGKD, by_key, keys), (v_BGKE, by_key, keys), (d_out_BHQE, by_row, rows))
-        for index, (x, axes, box) in enumerate(boxes):
-            self._params.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
+        inputs = (q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
+        set_backward_maps(self._params, *inputs, instance.pack, instance.positions, instance.keys)
         batch, heads, q_len, head_dim = q_BHQD.shape
         _, kv_heads, _, v_dim = v_BGKE.shape
         mask_batch, mask_heads, slots, _ = intervals.starts.shape
@@ -393,7 +396,7 @@ class _MainLaunch:
             padded_rows,
             head_dim,
             v_dim,
-            plan.tile_begin.shape[0] // (mask_batch * mask_heads if mask_heads > 1 else 1),
+            _tiles_of_a_mask(plan, intervals),
             *scales,
             batch * heads * padded_rows // ROW_GROUP,
             *(score.values if score else (0,) * 7),

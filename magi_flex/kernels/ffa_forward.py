@@ -20,6 +20,8 @@ from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
 from magi_flex.kernels.ffa_launch import (
     BIT_TILES,
+    BY_KEY,
+    BY_ROW,
     LOG2_E,
     bit_tile_values,
     kernel_dtype,
@@ -232,13 +234,11 @@ def _boxes(
 ) -> Sequence[tuple[Tensor, tuple[int, ...], tuple[int, ...], int]]:
     """Arguments of the tensor maps; float32 output is stored without one."""
     swizzle_qk, swizzle_v = swizzle_bytes(instance.head_dim), swizzle_bytes(instance.v_dim)
-    by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-    by_key = (3, 2, 1, 0)  # head dim, key, head, batch
     pack = instance.pack
     boxes = (
-        (q, by_row, (swizzle_qk // 2, pack, instance.q_tile, 1), swizzle_qk),
-        (k, by_key, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk),
-        (v, by_key, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v),
-        (out, by_row, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v),
+        (q, BY_ROW, (swizzle_qk // 2, pack, instance.q_tile, 1), swizzle_qk),
+        (k, BY_KEY, (swizzle_qk // 2, instance.kv_tile, 1, 1), swizzle_qk),
+        (v, BY_KEY, (swizzle_v // 2, instance.kv_tile, 1, 1), swizzle_v),
+        (out, BY_ROW, (swizzle_v // 2, pack, 64 // pack, 1), swizzle_v),
     )
     return boxes[: len(boxes) - instance.wide_out]

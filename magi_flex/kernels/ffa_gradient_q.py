@@ -17,7 +17,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_launch import BIT_TILES, SCALE, bit_tile_values, kernel_dtype
+from magi_flex.kernels.ffa_launch import BIT_TILES, SCALE, bit_tile_values, kernel_dtype, set_backward_maps
 from magi_flex.kernels.ffa_schedule import Schedule, deal
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
@@ -136,12 +136,8 @@ class GradientQLaunch:
         self._kernel = load_kernel(instance, q_BHQD.device.index)
         self._score = struct.Struct("<" + score_format(instance.score_steps, instance.generated))
         self._params = cuda_driver.ParameterBlock(_MAPS, instance.params())
-        by_row = (3, 1, 2, 0)  # head dim, head, row, batch
-        by_key = (3, 2, 1, 0)  # head dim, key, head, batch
-        rows, keys = (64, instance.pack, instance.q_tile, 1), (64, instance.kv_tile, 1, 1)
-        boxes = ((q_BHQD, by_row, rows), (k_BGKD, by_key, keys), (v_BGKE, by_key, keys), (d_out_BHQE, by_row, rows))
-        for index, (x, axes, box) in enumerate(boxes):
-            self._params.set_map(index, cuda_driver.tensor_map(x, axes, box, 128))
+        inputs = (q_BHQD, k_BGKD, v_BGKE, d_out_BHQE)
+        set_backward_maps(self._params, *inputs, instance.pack, instance.q_tile, instance.kv_tile)
         _, heads, q_len, head_dim = q_BHQD.shape
         _, kv_heads, kv_len, _ = v_BGKE.shape
         mask_batch, mask_heads, slots, _ = intervals.starts.shape
