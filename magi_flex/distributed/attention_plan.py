@@ -6,6 +6,7 @@ Shape legend: B batch, H query heads, G key/value heads, Q local rows, K keys, D
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -164,7 +165,7 @@ def _masks_of_groups(mask: RowIntervals, outline: Outline, groups: int) -> tuple
 
 
 @dataclass(frozen=True)
-class SharedAttention:
+class SharedAttention(ABC):
     """softmax(mod(scale * q k^T)) v of the rank's rows; every rank of the group calls it at the same time.
 
     Attributes:
@@ -186,6 +187,7 @@ class SharedAttention:
     prefetch: int = PREFETCH
     max_score: bool = True
 
+    @abstractmethod
     def forward(
         self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, needs_backward: bool = True, keep_keys: bool = False
     ) -> tuple[AttentionOutput, list[list[Tensor]]]:
@@ -196,8 +198,8 @@ class SharedAttention:
         Raises:
             ValueError: shapes that do not match the plan.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(
         self,
         q_BHQD: Tensor,
@@ -211,7 +213,6 @@ class SharedAttention:
     ) -> AttentionGradients:
         """Gradients of the rank's q, k, v, and this rank's part of those of the score mod's captures (to be summed
         over the group).  ``kept``: what forward kept; None fetches the keys again."""
-        raise NotImplementedError
 
     def _check(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> None:
         rows, keys = self.plan.rows.shape[0], self.plan.keys.shape[0]
