@@ -470,7 +470,7 @@ def backward_instance(
 def gradient_q_instance(instance: BackwardInstance, counted: bool = False) -> GradientQInstance:
     """The variant that makes dq where ``instance`` does not."""
     dims = (instance.head_dim, instance.v_dim)
-    rest = (instance.wide_dq, instance.score_steps, instance.generated, instance.bit_tiles, counted)
+    rest = (instance.wide_dq, instance.wide_out, instance.score_steps, instance.generated, instance.bit_tiles, counted)
     return GradientQInstance(instance.dtype, *dims, *_GRADIENT_Q[dims], instance.pack, *rest)
 
 

@@ -36,7 +36,7 @@ from magi_flex.tiles import TilePlan
 
 # BackwardParams of the kernel between its four tensor maps and the score steps, PrepareParams and FinishParams.
 _BACKWARD_PARAMS = "<10Q6i6Q6q2Q8i3fi"
-_PREPARE_PARAMS = struct.Struct("<9Q6q6i")
+_PREPARE_PARAMS = struct.Struct("<9Q6q4i")
 _FINISH_PARAMS = struct.Struct("<3Q3q4ifi3Q6q3Q5i4x")
 # Parts of them that calls set.  Of BackwardParams: what prepare made, sums, results; the work counter; a scale; steps.
 _CALL, _CALL_OFFSET = struct.Struct("<6Q"), struct.calcsize("<10Q6i")
@@ -124,7 +124,8 @@ class BackwardInstance:
 
 
 class GradientQ(NamedTuple):
-    """The kernel that makes dq where the backward's own does not (``not BackwardInstance.sum_dq``)."""
+    """The kernel that makes dq where the backward's own does not (``not BackwardInstance.sum_dq``), and before that one
+    what it wants to know of the rows."""
 
     instance: GradientQInstance
     schedule: Schedule
@@ -238,8 +239,6 @@ class BackwardLaunch:
             q_len,
             padded_rows,
             v_dim,
-            two_kernels.instance.pack if two_kernels else instance.pack,
-            0,
         )
         self._finish = cuda_driver.ParameterBlock(0, _FINISH_PARAMS)
         self._finish.set_rest(
@@ -269,7 +268,7 @@ class BackwardLaunch:
             main = _MainLaunch(way, *inputs, dk_BGKD, dv_BGKE, padded_rows, split, intervals, keys, *rest)
             launch_q = None
             if of_q is not None:
-                like = (*inputs, dq_BHQD, padded_rows, split)
+                like = (*inputs, out_BHQE, dq_BHQD, padded_rows, split)
                 launch_q = GradientQLaunch(of_q.instance, *like, intervals, of_q.schedule, *rest)
             self._ways.append((main, launch_q))
 
@@ -297,22 +296,25 @@ class BackwardLaunch:
         row_shift = floats.data_ptr()
         row_delta, work_counters = row_shift + 4 * self._head_rows, row_shift + 8 * self._head_rows
         dq_sums = work_counters + 16 if self._sums_dq else 0
-        dkv_sums = 0
-        if self._block_floats:
-            dkv_sums = row_shift + 4 * self._row_floats
-            cuda_driver.fill_zero(floats[self._row_floats :], stream)
+        dkv_sums = row_shift + 4 * self._row_floats if self._block_floats else 0
+        # What prepare does not clear: all of it but the statistics where it is not launched.
+        first_zero = self._row_floats if self._sums_dq else 2 * self._head_rows
+        if first_zero < floats.numel():
+            cuda_driver.fill_zero(floats[first_zero:], stream)
         d_out, dq, dk, dv = d_out_BHQE.data_ptr(), dq_BHQD.data_ptr(), dk_BGKD.data_ptr(), dv_BGKE.data_ptr()
         inputs = (q_BHQD.data_ptr(), k_BGKD.data_ptr(), v_BGKE.data_ptr(), d_out)
         d_lse = 0 if d_lse_BHQ is None else d_lse_BHQ.data_ptr()
         scaled = (self._gradient_scale(score), score, stream)
         with self._lock:
-            given = (out_BHQE.data_ptr(), d_out, lse_BHQ.data_ptr(), d_lse)
-            self._prepare.set_part(0, _PREPARE_CALL, *given, row_shift, row_delta, dq_sums, work_counters)
-            self._prepare_kernel.launch(self._row_blocks, _CONVERT_THREADS, self._prepare, stream)
+            out, lse = out_BHQE.data_ptr(), lse_BHQ.data_ptr()
+            if self._sums_dq:
+                given = (out, d_out, lse, d_lse, row_shift, row_delta, dq_sums, work_counters)
+                self._prepare.set_part(0, _PREPARE_CALL, *given)
+                self._prepare_kernel.launch(self._row_blocks, _CONVERT_THREADS, self._prepare, stream)
             for main, gradient_q in self._ways:
-                main(inputs, (row_shift, row_delta, dq_sums), dkv_sums, dk, dv, work_counters, *scaled)
                 if gradient_q is not None:
-                    gradient_q(inputs, row_shift, row_delta, dq, work_counters + 4, *scaled)
+                    gradient_q(inputs, (out, lse, d_lse), row_shift, row_delta, dq, work_counters + 4, *scaled)
+                main(inputs, (row_shift, row_delta, dq_sums), dkv_sums, dk, dv, work_counters, *scaled)
             if self._finish_blocks:
                 self._finish.set_part(_SUMS_OFFSET, _SUMS, dq_sums, dq)
                 self._finish.set_part(_KEY_SUMS_OFFSET, _KEY_SUMS, dkv_sums, dk, dv)

@@ -22,10 +22,10 @@ from magi_flex.kernels.ffa_schedule import Schedule, deal
 from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_defines, score_format, score_text
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
-_PARAMS = "<12Q3q3f13i"
-# Parts of it that calls set: what prepare made, dq and the work counter; a scale; score steps.
-_CALL, _CALL_OFFSET = struct.Struct("<4Q"), struct.calcsize("<7Q")
-_SCALE_OFFSET, _SCORE_OFFSET = struct.calcsize("<12Q3q"), struct.calcsize(_PARAMS)
+_PARAMS = "<15Q6q3f15i"
+# Parts of it that calls set: out, lse, its gradient, the rows' statistics, dq and the work counter; a scale; score steps.
+_CALL, _CALL_OFFSET = struct.Struct("<7Q"), struct.calcsize("<7Q")
+_SCALE_OFFSET, _SCORE_OFFSET = struct.calcsize("<15Q6q"), struct.calcsize(_PARAMS)
 _MAPS, _ROWS, _THREADS = 4, 128, 384
 
 
@@ -39,6 +39,7 @@ class GradientQInstance:
         row_stages, k_stages, v_stages: buffers of Q and dO, of K, of V.
         pack: query heads in a row tile.
         wide: float32 result.
+        wide_out: the output that is given is float32.
         score_steps: kinds of the score mod's steps (:func:`magi_flex.kernels.ffa_score.kernel_score`).
         generated: code in the place of steps.
         bit_tiles: the mask may have bit tiles.
@@ -54,6 +55,7 @@ class GradientQInstance:
     v_stages: int
     pack: int
     wide: bool = False
+    wide_out: bool = False
     score_steps: tuple[str, ...] = ()
     generated: GeneratedCode | None = None
     bit_tiles: bool = False
@@ -78,6 +80,7 @@ class GradientQInstance:
             "FFA_V_STAGES": self.v_stages,
             "FFA_PACK": self.pack,
             "FFA_WIDE": self.wide,
+            "FFA_WIDE_OUT": self.wide_out,
             "FFA_BIT_TILES": self.bit_tiles,
             "FFA_COUNTED": self.counted,
             "FFA_PARAMS_BYTES": cuda_driver.ParameterBlock(_MAPS, self.params()).size,
@@ -103,7 +106,7 @@ class GradientQLaunch:
     One thread at a time may call it.
 
     Args:
-        q_BHQD, k_BGKD, v_BGKE, d_out_BHQE, dq_BHQD: what the calls' tensors are like, as for
+        q_BHQD, k_BGKD, v_BGKE, d_out_BHQE, out_BHQE, dq_BHQD: what the calls' tensors are like, as for
             :class:`magi_flex.kernels.ffa_backward.BackwardLaunch`.
         padded_rows: see ``row_shift`` of a call.
         split: address of an int32: if it is 0 when the kernel begins, nothing is done; or null.
@@ -122,6 +125,7 @@ class GradientQLaunch:
         k_BGKD: Tensor,
         v_BGKE: Tensor,
         d_out_BHQE: Tensor,
+        out_BHQE: Tensor,
         dq_BHQD: Tensor,
         padded_rows: int,
         split: int,
@@ -153,9 +157,10 @@ class GradientQLaunch:
             schedule.tile_heads.data_ptr(),
             schedule.partial_runs.data_ptr(),
             schedule.full_runs.data_ptr(),
-            *(0, 0, 0, 0),  # see __call__
+            *(0,) * 7,  # see __call__
             split,
             *dq_BHQD.stride()[:3],
+            *out_BHQE.stride()[:3],
             *scales,
             q_len,
             kv_len,
@@ -170,6 +175,8 @@ class GradientQLaunch:
             shares.replicas,
             shares.replica_heads,
             shares.section,
+            v_BGKE.shape[3],
+            0,
             *(score.values if score else (0,) * 7),
             *bit_tile_values(bit_tiles),
             schedule.count.data_ptr(),
@@ -178,6 +185,7 @@ class GradientQLaunch:
     def __call__(
         self,
         inputs: Sequence[int],
+        outputs: tuple[int, int, int],
         row_shift: int,
         row_delta: int,
         dq: int,
@@ -186,12 +194,13 @@ class GradientQLaunch:
         score: KernelScore | None,
         stream: int,
     ) -> None:
-        """Fill dq on ``stream``.
+        """Fill dq, and the rows' statistics, on ``stream``.
 
         Args:
-            inputs: addresses of q, k, v and d_out; dq: address.
-            row_shift, row_delta: addresses of the statistics that the backward's ``prepare`` made, float32
-                ``[B * H / pack, padded_rows, pack]``.
+            inputs: addresses of q, k, v and d_out; outputs: of out, lse and d_lse (0: no gradient), the last two float32
+                ``[B, H, Q]``; dq: address.
+            row_shift, row_delta: addresses of what the kernel for dk and dv wants of the rows, which is made here,
+                float32 ``[B * H / pack, padded_rows, pack]``.
             work_counter: address of an int32 that is 0 when the kernel begins.
             gradient_scale: the first of ``scales``, for this ``score``.
         """
@@ -199,7 +208,7 @@ class GradientQLaunch:
         for index, address in enumerate(inputs):
             params.move_map(index, address)
         next_item = work_counter if self._counts_items else 0
-        params.set_part(_CALL_OFFSET, _CALL, row_shift, row_delta, dq, next_item)
+        params.set_part(_CALL_OFFSET, _CALL, *outputs, row_shift, row_delta, dq, next_item)
         if score is not None:
             params.set_part(_SCALE_OFFSET, SCALE, gradient_scale)
             params.set_part(_SCORE_OFFSET, self._score, *score.values)

@@ -14,7 +14,7 @@ using OutElement = SelectType<FFA_WIDE_OUT, float, uint16>::type;
 
 // What the host packs (magi_flex/kernels/ffa_backward.py).
 static_assert(sizeof(ffa::BackwardParams) == FFA_PARAMS_BYTES, "the host packs what the kernel reads");
-static_assert(sizeof(ffa::PrepareParams) == 144 && sizeof(ffa::FinishParams) == 192, "layout of the parameters");
+static_assert(sizeof(ffa::PrepareParams) == 136 && sizeof(ffa::FinishParams) == 192, "layout of the parameters");
 
 extern "C" {
 

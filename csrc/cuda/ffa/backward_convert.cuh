@@ -1,8 +1,6 @@
 // The two light kernels around the attention backward.
 //
-// prepare: per query row lse with +inf for empty rows, and delta = sum(dO * O) - dlse / ln 2, so that
-// dS = P (dP - delta) (FlashAttention-2, arXiv 2307.08691, section 3.1; lse is in the log2 domain, so that
-// d lse / d s = P / ln 2).  It also zeroes the dQ buffer and the work counters.
+// prepare, where dQ is summed: the rows' statistics (row_statistics.cuh), zeros in the dQ buffer and the work counters.
 //
 // finish: the dQ buffer, scaled, into dq; and where dK and dV were summed in float32, these into dk and dv.
 //
@@ -15,6 +13,7 @@
 #pragma once
 
 #include "backward_shared.cuh"
+#include "row_statistics.cuh"
 
 namespace ffa {
 
@@ -26,16 +25,14 @@ struct PrepareParams {
     const void* d_out;
     const float* lse;    // [B * H, q_len]
     const float* d_lse;  // the same, or null
-    float* row_shift;    // [B * H / pack, padded_rows, pack]
+    float* row_shift;    // [B * H, padded_rows]
     float* row_delta;
-    float4* dq_buffer;   // kHeadDim / 4 for each padded row, or null
+    float4* dq_buffer;   // kHeadDim / 4 for each padded row
     int* work_counters;  // two
     const int* split;    // see BackwardParams
     int64 out_batch, out_head, out_row;  // strides in elements
     int64 d_out_batch, d_out_head, d_out_row;
     int heads, q_len, padded_rows, v_dim;
-    int pack;  // heads of a step, where dQ is another kernel's
-    int unused;
 };
 
 struct FinishParams {
@@ -57,68 +54,43 @@ struct FinishParams {
     int kv_heads, tiles, mask_batches, mask_heads, v_dim;
 };
 
-// Eight elements (16-byte aligned) as floats.
-template <DType kType> FFA_DEVICE void load_eight(const uint16* source, float (&values)[8]) {
-    const uint4 pairs = *reinterpret_cast<const uint4*>(source);
-    ptx::unpack_pair<kType>(pairs.x, values[0], values[1]);
-    ptx::unpack_pair<kType>(pairs.y, values[2], values[3]);
-    ptx::unpack_pair<kType>(pairs.z, values[4], values[5]);
-    ptx::unpack_pair<kType>(pairs.w, values[6], values[7]);
-}
-template <DType kType> FFA_DEVICE void load_eight(const float* source, float (&values)[8]) {
-    *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(source);
-    *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(source + 4);
-}
-
 template <DType kType, int kHeadDim, int kVDim, class OutElement>
 FFA_DEVICE void prepare(const PrepareParams& params) {
     constexpr int kLanes = (kVDim > 128 ? 256 : kVDim) / 8;  // of a row
     constexpr int kPassRows = kConvertThreads / kLanes;
     static_assert(32 % kLanes == 0, "a row stays inside a warp");
     if (blockIdx.x == 0 && threadIdx.x < 2) params.work_counters[threadIdx.x] = 0;
-    const bool split = params.split != nullptr && *params.split;
-    // A block has kConvertRows entries of the statistics: rows of `pack` heads, head first.
-    const int pack = params.split == nullptr || split ? params.pack : 1;
-    const int rows = kConvertRows / pack, blocks = params.padded_rows / rows;
-    const int first_head = blockIdx.x / blocks * pack, first_row = blockIdx.x % blocks * rows;
+    if (params.split != nullptr && *params.split) return;
+    const int blocks = params.padded_rows / kConvertRows;
+    const int head_row = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kConvertRows;
+    const int batch = head_row / params.heads, head = head_row % params.heads;
     const int64 first_entry = static_cast<int64>(blockIdx.x) * kConvertRows;
 
     const int lane = threadIdx.x % kLanes, column = lane * 8;
 #pragma unroll
     for (int pass = 0; pass < kConvertRows / kPassRows; ++pass) {
         const int entry = pass * kPassRows + threadIdx.x / kLanes;
-        const int head_row = first_head + entry % pack, row = first_row + entry / pack;
-        const int batch = head_row / params.heads, head = head_row % params.heads;
+        const int row = first_row + entry;
         float sum = 0.0f;
         if (row < params.q_len && column < params.v_dim) {
             const auto* out = static_cast<const OutElement*>(params.out) + batch * params.out_batch +
                               head * params.out_head + row * params.out_row;
             const auto* d_out = static_cast<const uint16*>(params.d_out) + batch * params.d_out_batch +
                                 head * params.d_out_head + row * params.d_out_row;
-            alignas(16) float o[8], d_o[8];
-            load_eight<kType>(out + column, o);
-            load_eight<kType>(d_out + column, d_o);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d_o[i], sum);
+            sum = dot(Eight<kType, OutElement>::load(out + column), Eight<kType, uint16>::load(d_out + column), sum);
         }
 #pragma unroll
         for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
         if (lane == 0) {
-            float shift = -ptx::negative_infinity, delta = 0.0f;
+            RowStatistics statistics;
             if (row < params.q_len) {
-                const int64 at = static_cast<int64>(head_row) * params.q_len + row;
-                const float lse = params.lse[at];
-                if (lse != ptx::negative_infinity) {
-                    constexpr float kLog2E = 1.4426950408889634f;
-                    shift = lse;
-                    delta = params.d_lse ? fmaf(params.d_lse[at], -kLog2E, sum) : sum;
-                }
+                statistics = RowStatistics::load(params.lse, params.d_lse, static_cast<int64>(head_row) * params.q_len + row);
+                statistics.finish(sum);
             }
-            params.row_shift[first_entry + entry] = shift;
-            params.row_delta[first_entry + entry] = delta;
+            params.row_shift[first_entry + entry] = statistics.shift;
+            params.row_delta[first_entry + entry] = statistics.delta;
         }
     }
-    if (params.dq_buffer == nullptr || split) return;
     float4* buffer = params.dq_buffer + first_entry * (kHeadDim / 4);
 #pragma unroll
     for (int i = threadIdx.x; i < kConvertRows * kHeadDim / 4; i += kConvertThreads) {

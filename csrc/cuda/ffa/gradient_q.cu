@@ -10,18 +10,24 @@
 // (FlashAttention-2, arXiv 2307.08691, algorithm 2, with the loops exchanged.)  dQ of the last key tile, S and dP run on the
 // tensor cores one after the other; the exponentials run beside dP, and each warpgroup's other work beside the products of
 // the other one.  Rows of a tile are (position, head) pairs, as in the forward kernel.
+//
+// The rows' statistics (row_statistics.cuh) are made here, from dO where it is in shared memory anyway, and written for the
+// kernel of dK and dV, which runs next.
 #include "gradient_q_producer.cuh"
 
 struct Consumer {
     using D = Descriptor<kSwizzle>;
+    using Out = Eight<kType, SelectType<FFA_WIDE_OUT, float, uint16>::type>;
+    static constexpr int kOutParts = kVDim / 32;  // of a row, for each of the four lanes that have it
 
     const GradientQParams& params;
     Shared& shared;
     const int group;   // warpgroup
     const int thread;  // in the warpgroup
     Item item;
-    // Of the rows of this thread's fragment: statistics, and the first interval.
-    float shift[2], delta[2];
+    // Of the rows of this thread's fragment: statistics, what they are made from, and the first interval.
+    RowStatistics statistics[2];
+    Out out[2][kOutParts];
     int start[2], end[2];
     Ring<kRowStages> row_ring;
     Ring<kKStages> k_ring;
@@ -31,6 +37,7 @@ struct Consumer {
     FFA_DEVICE int fragment_row(int h) const { return 64 * group + 16 * (thread / 32) + lane_index() / 4 + 8 * h; }
     // Its position; behind the last one (such rows are not stored) the last one, because tables must be readable.
     FFA_DEVICE int position(int h) const { return min(item.row_begin + fragment_row(h) / kPack, params.q_len - 1); }
+    FFA_DEVICE int head(int h) const { return item.head + fragment_row(h) % kPack; }
 
     // Starts scores = rows keys^T, for Q K^T and dO V^T.
     template <int kColumns>
@@ -75,7 +82,7 @@ struct Consumer {
         if constexpr (Score::kCount == 0) {
 #pragma unroll
             for (int i = 0; i < kKvTile / 2; ++i) {
-                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -shift[i / 2 % 2]));
+                scores[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -statistics[i / 2 % 2].shift));
             }
         } else {
             static_assert(8 % kPack == 0, "both rows of a thread's fragment are of one head");
@@ -93,7 +100,7 @@ struct Consumer {
                     float slope = 1.0f;
                     const float score =
                         Score::apply(weight * params.score_scale, params.score_params, head, rows[h], key, slope);
-                    weight = exp2_approx(fmaf(score, params.scale_log2, -shift[h])) * slope;
+                    weight = exp2_approx(fmaf(score, params.scale_log2, -statistics[h].shift)) * slope;
                 }
             }
         }
@@ -104,17 +111,72 @@ struct Consumer {
         mbarrier_wait(&shared.rows_full[row_ring.stage], row_ring.parity);
         item = shared.items[row_ring.stage];
         item.key_tiles = warp_uniform(item.key_tiles);
-        if (item.key_tiles <= 0) return;
-        const int plane = (item.batch * params.heads + item.head) / kPack;
+        const bool has_keys = item.key_tiles > 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int64 row = static_cast<int64>(plane) * params.padded_rows + position(h);
-            shift[h] = __ldg(params.row_shift + row * kPack + fragment_row(h) % kPack);
-            delta[h] = __ldg(params.row_delta + row * kPack + fragment_row(h) % kPack);
+            // Assigned in any case: registers that keep what they had are not free for anything else.
+            if constexpr (kRowStages > 1) load_out(h, has_keys);
+            if (!has_keys) continue;
+            const int64 plane = static_cast<int64>(item.batch) * params.heads + head(h);
+            statistics[h] = RowStatistics::load(params.lse, params.d_lse, plane * params.q_len + position(h));
             const int64 interval = static_cast<int64>(item.mask) * params.intervals * params.q_len + position(h);
             start[h] = __ldg(params.starts + interval);
             end[h] = __ldg(params.ends + interval);
         }
+    }
+
+    FFA_DEVICE void load_out(int h, bool has_keys) {
+        using Element = SelectType<FFA_WIDE_OUT, float, uint16>::type;
+        const Element* const from = static_cast<const Element*>(params.out) + item.batch * params.out_batch +
+                                    head(h) * params.out_head + position(h) * params.out_row;
+#pragma unroll
+        for (int part = 0; part < kOutParts; ++part) {
+            const int column = out_column(part);
+            out[h][part] = has_keys && column < params.v_dim ? Out::load(from + column) : Out{};
+        }
+    }
+
+    // The four lanes of a row take turns at groups of eight columns.
+    FFA_DEVICE static int out_column(int part) { return 8 * (4 * part + (lane_index() & 3)); }
+
+    // Completes the statistics of the item's rows, and writes them.
+    FFA_DEVICE void make_statistics() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int tile_row = fragment_row(h);
+            if (item.key_tiles > 0) {
+                if constexpr (kRowStages == 1) load_out(h, true);
+                float sum = 0.0f;
+#pragma unroll
+                for (int part = 0; part < kOutParts; ++part) {
+                    const int panel = out_column(part) / kPanelColumns, eighth = out_column(part) % kPanelColumns / 8;
+                    const uint16* const from =
+                        &shared.d_out[row_ring.stage][panel][tile_row][8 * (eighth ^ tile_row % 8)];  // as TMA swizzles
+                    sum = dot(out[h][part], Eight<kType, uint16>::load(from), sum);
+                }
+                sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                statistics[h].finish(sum);
+            } else {
+                statistics[h] = RowStatistics{};
+            }
+            if ((lane_index() & 3) == 0 && item.row_begin + tile_row / kPack < item.row_end) {
+                write_statistics(item.row_begin * kPack + tile_row, statistics[h]);
+            }
+        }
+        // Rows behind the last one, which steps of the next kernel reach.
+        if (item.row_end < params.q_len) return;
+        for (int entry = params.q_len * kPack + 128 * group + thread; entry < params.padded_rows * kPack;
+             entry += 128 * kConsumers) {
+            write_statistics(entry, RowStatistics{});
+        }
+    }
+
+    FFA_DEVICE void write_statistics(int entry, const RowStatistics& of_row) const {
+        const int64 plane = (item.batch * params.heads + item.head) / kPack;
+        const int64 at = plane * params.padded_rows * kPack + entry;
+        params.row_shift[at] = of_row.shift;
+        params.row_delta[at] = of_row.delta;
     }
 
     FFA_DEVICE void run_item(float (&dq)[kHeadDim / 2]) {
@@ -141,9 +203,9 @@ struct Consumer {
             if (i + 1 == item.key_tiles) arrive_warp(&shared.rows_empty[row_ring.stage]);
 #pragma unroll
             for (int j = 0; j < kKvTile / 4; ++j) {
-                const float row = delta[j % 2];
-                ds[j] = pack_pair<kType>(scores[2 * j] * (d_weights[2 * j] - row),
-                                         scores[2 * j + 1] * (d_weights[2 * j + 1] - row));
+                const float delta = statistics[j % 2].delta;
+                ds[j] = pack_pair<kType>(scores[2 * j] * (d_weights[2 * j] - delta),
+                                         scores[2 * j + 1] * (d_weights[2 * j + 1] - delta));
             }
             issue_dq(dq, ds, shared.k[stage]);
             last_stage = stage;
@@ -169,6 +231,7 @@ struct Consumer {
     FFA_DEVICE void run() {
         fetch_item();
         while (item.key_tiles >= 0) {
+            make_statistics();
             float dq[kHeadDim / 2] = {};
             if (item.key_tiles > 0) {
                 run_item(dq);
