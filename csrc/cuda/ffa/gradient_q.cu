@@ -19,6 +19,8 @@ struct Consumer {
     using D = Descriptor<kSwizzle>;
     using Out = Eight<kType, SelectType<FFA_WIDE_OUT, float, uint16>::type>;
     static constexpr int kOutParts = kVDim / 32;  // of a row, for each of the four lanes that have it
+    // Statistics are made while the first products run; else before them, to have registers enough.
+    static constexpr bool kLateStatistics = kRowStages > 1 && kKvTile == 64 && sizeof(Out) == 16;
 
     const GradientQParams& params;
     Shared& shared;
@@ -190,6 +192,7 @@ struct Consumer {
             issue_scores<kHeadDim>(scores, shared.q[row_ring.stage], shared.k[stage]);
             mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
             issue_scores<kVDim>(d_weights, shared.d_out[row_ring.stage], shared.v[v_ring.stage]);
+            if (kLateStatistics && i == 0) make_statistics();
             FragmentMask<kKvTile> mask;
             if (tile.masked) build_mask(mask, tile);
             wgmma_wait<1>();  // S, and dQ of the tile before
@@ -231,7 +234,7 @@ struct Consumer {
     FFA_DEVICE void run() {
         fetch_item();
         while (item.key_tiles >= 0) {
-            make_statistics();
+            if (!kLateStatistics || item.key_tiles == 0) make_statistics();
             float dq[kHeadDim / 2] = {};
             if (item.key_tiles > 0) {
                 run_item(dq);
