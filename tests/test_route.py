@@ -11,7 +11,7 @@ import torch
 import magi_flex
 from inductor_lowering import translate
 from magi_flex.kernels import route as backend_registry
-from magi_flex.kernels import triton_configs
+from magi_flex.kernels import triton_backend, triton_configs
 from magi_flex.kernels.request import Bias, Distance, Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route, route, stock_is_faster
 from magi_flex.score_steps import step_types
@@ -90,19 +90,20 @@ def test_on_a_gpu_stock_kernels_beat_the_tiled_one(monkeypatch: pytest.MonkeyPat
     assert stock_is_faster(replace(gpu, score_steps=None, head_dim=8)) is None
 
 
-def test_stock_keeps_less_once_triton_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_keeps_what_triton_was_not_timed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from magi_flex.kernels.ffa import FfaBackend
     from magi_flex.kernels.triton_backend import TritonBackend
 
     monkeypatch.setattr(triton_configs, "shared_limit", lambda device: 227 << 10)
-    for backend in (FfaBackend, TritonBackend):
-        monkeypatch.setattr(backend, "missing", lambda self, device: None)
-    proven = tuple(entry._replace(experimental=False) for entry in backend_registry.BACKENDS)
-    gpu = replace(FACTS, device=torch.device("cuda", 0), dtype=torch.bfloat16, score_steps=None, score_grads=True)
-    assert "not all of its tests have run" in str(stock_is_faster(gpu))
-    monkeypatch.setattr(backend_registry, "BACKENDS", proven)
-    assert stock_is_faster(gpu) is None
-    assert stock_is_faster(replace(gpu, dtype=torch.float32, head_dim=256, has_bit_tiles=True)) is None
+    monkeypatch.setattr(FfaBackend, "missing", lambda self, device: "is not there")
+    monkeypatch.setattr(TritonBackend, "missing", lambda self, device: None)
+    gpu = replace(FACTS, device=torch.device("cuda", 0), dtype=torch.bfloat16, score_steps=(), score_grads=True)
+    for hopper, served in ((object(), True), (None, False)):
+        monkeypatch.setattr(triton_backend, "_hopper_launch", lambda device, kernels=hopper: kernels)
+        assert (stock_is_faster(gpu) is None) is served
+    monkeypatch.setattr(triton_backend, "_hopper_launch", lambda device: object())
+    for other in (dict(dtype=torch.float32), dict(v_head_dim=256), dict(score_steps=None)):
+        assert "triton: only its Hopper kernels have been timed" in str(stock_is_faster(replace(gpu, **other)))
     bucketize = stock_is_faster(replace(gpu, score_ops=frozenset({"aten::bucketize"})))
     assert bucketize is not None and "triton: cannot generate code for aten::bucketize" in bucketize
     assert stock_is_faster(replace(gpu, deterministic=True)) is not None

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 BACKENDS: tuple[Entry, ...] = (
     Entry("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
     Entry("fa4", "magi_flex.kernels.fa4", "Fa4Backend"),
-    Entry("triton", "magi_flex.kernels.triton_backend", "TritonBackend", experimental=True),
+    Entry("triton", "magi_flex.kernels.triton_backend", "TritonBackend"),
     Entry("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
     Entry("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )
