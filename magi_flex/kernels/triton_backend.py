@@ -84,6 +84,10 @@ class TritonBackend(Backend):
             found.append("sums the gradients of what a score mod captures in no fixed order")
         return found
 
+    def reservations(self, facts: RequestFacts) -> list[str]:
+        major, minor = torch.cuda.get_device_capability(facts.device)
+        return [] if major == 9 else [f"its code for compute capability {major}.{minor}"]
+
     def behind_stock(self, facts: RequestFacts) -> str | None:
         timed = facts.dtype.itemsize == 2 and max(facts.head_dim, facts.v_head_dim) <= HOPPER_HEAD_DIM
         if timed and facts.score_steps is not None and _hopper_launch(facts.device) is not None:
