@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -187,5 +187,6 @@ def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> tup
             "with a comparison"
         )
     recorder.graph.output(out.node if isinstance(out, _Symbol) else recorder.capture_node(out))
-    recorder.graph.eliminate_dead_code()
-    return FxProgram.from_graph(GraphModule({}, recorder.graph)), tuple(recorder.captures)
+    # The same object for equal programs: what was found out about one holds for the masks of later steps.
+    program = FxProgram.from_json(FxProgram.from_graph(recorder.graph).to_json())
+    return program, tuple(recorder.captures)

@@ -71,7 +71,7 @@ class _TileProgramBuilder(ProgramBuilder):
     def build(self) -> FxProgram:
         self._check_result()
         args = 0
-        for node in used_nodes(self.module):
+        for node in used_nodes(self.graph):
             if node.op == "placeholder":
                 if args < self.scalars:
                     self.tiled.add(node)
@@ -87,7 +87,7 @@ class _TileProgramBuilder(ProgramBuilder):
         return self.program()
 
     def _check_result(self) -> None:
-        (output,) = self.module.graph.find_nodes(op="output")
+        (output,) = self.graph.find_nodes(op="output")
         if self.grad_arg is None and _rank(output.args[0]) > 0:
             shape = tuple(output.args[0].meta["val"].shape)
             raise InvalidMod(f"score_mod: returns a tensor of shape {shape}; one score (a 0-d tensor) is needed")

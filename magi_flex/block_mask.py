@@ -108,13 +108,13 @@ def block_mask_from_plan(
         raise ValueError(f"BLOCK_SIZE: is {block_size}; positive numbers of rows and keys are needed")
     area_BHNM = block_area(mask_plan, q_block, kv_block)
     full_BHNM = area_BHNM == q_block * kv_block  # as in stock masks, a block that crosses a length is partial
-    if not separate_full_blocks:
-        full_BHNM = torch.zeros_like(full_BHNM)
-    count_BHN, order_BHNM = _ordered((area_BHNM > 0) & ~full_BHNM)
-    full_count_BHN, full_order_BHNM = _ordered(full_BHNM) if separate_full_blocks else (None, None)
+    kinds = ((area_BHNM > 0) & ~full_BHNM, full_BHNM) if separate_full_blocks else (area_BHNM > 0,)
+    unused = (None,) * (4 - 2 * len(kinds))
+    lists = (*(x for kind in kinds for x in _ordered(kind)), *unused)
+    # (BlockMask.from_kv_blocks would make dense blocks of the lists again, to transpose them.)
+    transposed = (*(x for kind in kinds for x in _ordered(kind.transpose(2, 3))), *unused)
     mask_mod, lengths = CanonicalMaskMod.from_plan(mask_plan), (mask_plan.q_len, mask_plan.kv_len)
-    lists = (count_BHN, order_BHNM, full_count_BHN, full_order_BHNM)
-    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod, seq_lengths=lengths)
+    mask = BlockMask(lengths, *lists, *transposed, BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod)
     note_lists([x for x in lists if x is not None], mask_mod.tensors, (q_block, kv_block), lengths)
     return mask
 
@@ -156,4 +156,7 @@ def _default_block(length: int) -> int:
 def _ordered(dense_BHNM: Tensor) -> tuple[Tensor, Tensor]:
     """Number of listed blocks, and all block indices with the listed ones first in ascending order."""
     order = torch.argsort(dense_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
-    return dense_BHNM.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    return (
+        dense_BHNM.sum(-1, dtype=torch.int32).contiguous(),
+        order.to(torch.int32, memory_format=torch.contiguous_format),
+    )

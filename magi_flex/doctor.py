@@ -171,8 +171,5 @@ def _backends() -> list[Check]:
         missing = [backend if isinstance(backend, str) else backend.missing(device) for device in devices]
         serves = [device.type for device, reason in zip(devices, missing, strict=True) if reason is None]
         detail = f"runs on {', '.join(serves)}" if serves else str(missing[0])
-        reserved = route.reservation(name)
-        if reserved:
-            detail += f"; {reserved}"
         checks.append(Check(topic, name, True if serves else None, detail))
     return checks

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from magi_flex.remember import remembered
 
@@ -94,10 +94,13 @@ class FxProgram:
         return FxProgram, (self.steps,)
 
     @staticmethod
-    def from_graph(module: GraphModule) -> FxProgram:
-        """Raises UnsupportedProgram for anything but placeholders, small constants, aten calls and size arithmetic."""
-        builder = ProgramBuilder(module)
-        for node in used_nodes(module):
+    def from_graph(graph: Graph | GraphModule) -> FxProgram:
+        """``graph``: a module where the graph reads constants, which it holds.
+
+        Raises UnsupportedProgram for anything but placeholders, small constants, aten calls and size arithmetic.
+        """
+        builder = ProgramBuilder(graph)
+        for node in used_nodes(builder.graph):
             builder.add(node)
         return builder.program()
 
@@ -278,8 +281,8 @@ def _renumber(x: Any, numbers: dict[int, int]) -> Any:
 class ProgramBuilder:
     """Collects steps; nodes refer to the step that was made for them."""
 
-    def __init__(self, module: GraphModule):
-        self.module = module
+    def __init__(self, graph: Graph | GraphModule):
+        self.module, self.graph = (None, graph) if isinstance(graph, Graph) else (graph, graph.graph)
         self.steps: list[Any] = []
         self.ids: dict[Node, int] = {}
 
@@ -350,17 +353,17 @@ class ProgramBuilder:
         return ["literal", data, str(value.dtype).removeprefix("torch.")]
 
 
-def used_nodes(module: GraphModule) -> list[Node]:
+def used_nodes(graph: Graph) -> list[Node]:
     """The graph's nodes in order, without those that nothing depends on; all placeholders.
 
     Raises InvalidMod where a node writes to a tensor, used or not.
     """
     used: set[Node] = set()
-    for node in reversed(module.graph.nodes):
+    for node in reversed(graph.nodes):
         op = node.target
         if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable and op is not _DETACH_IN_PLACE:
             raise InvalidMod(f"{op._schema.name} writes to a tensor; a score_mod or mask_mod may have no side effects")
         if node.op in ("output", "placeholder") or node in used:
             used.add(node)
             used.update(node.all_input_nodes)
-    return [node for node in module.graph.nodes if node in used]
+    return [node for node in graph.nodes if node in used]

@@ -41,6 +41,9 @@ NAMES = [
 ]
 
 
+LISTS = ("num_blocks", "indices")
+
+
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
@@ -64,6 +67,10 @@ def test_lists_equal_stock_ones(name: str, block_size: int | tuple[int, int]) ->
         ):
             assert torch.equal(got, want)
         assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE and ours.seq_lengths == theirs.seq_lengths
+        again = BlockMask.from_kv_blocks(*(getattr(ours, f"{kind}kv_{x}") for kind in ("", "full_") for x in LISTS))
+        for field in (f"{kind}q_{x}" for kind in ("", "full_") for x in LISTS):
+            got, want = getattr(ours, field), getattr(again, field)
+            assert torch.equal(got, want) and got.dtype == want.dtype and got.stride() == want.stride()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -100,7 +100,6 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     names = route.backend_names()
     assert names.index("ffa") + 1 == names.index("fa4") < names.index("triton")
-    assert route.reservation("fa4") is None
     monkeypatch.setattr(fa4, "architecture", lambda device: 90)
     assert Fa4Backend().reservations(FACTS) == []
     assert "not been timed" in str(Fa4Backend().behind_stock(replace(FACTS, score_steps=None)))

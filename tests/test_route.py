@@ -11,8 +11,8 @@ import torch
 import magi_flex
 from inductor_lowering import translate
 from magi_flex.kernels import route as backend_registry
-from magi_flex.kernels import triton_configs
-from magi_flex.kernels.request import Bias, Distance, Multiply, RequestFacts, Softcap
+from magi_flex.kernels import triton_backend, triton_configs
+from magi_flex.kernels.request import Backend, Bias, Distance, Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route, route, stock_is_faster
 from magi_flex.score_steps import step_types
 from tests.compiling import attend, qkv
@@ -51,25 +51,23 @@ def test_auto_takes_the_first_that_does_not_object() -> None:
                 assert route(facts, name).name == name
 
 
-def test_experimental_backends_are_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = backend_registry.BACKENDS[0]._replace(
-        name="new", module="magi_flex.kernels.tiled_torch", cls="TiledBackend"
-    )
-    monkeypatch.setattr(backend_registry, "BACKENDS", (first._replace(experimental=True), *backend_registry.BACKENDS))
-    facts = replace(FACTS, head_dim=57)  # not yet routed
-    assert dict(explain_route(facts))["new"] == [
-        "not all of its tests have run on a GPU yet, so it must be chosen by name (backend='new')"
-    ]
-    assert not dict(explain_route(facts, "new"))["new"] and dict(explain_route(facts, "tiled"))["new"]
-    proven = replace(FACTS, head_dim=59)
+def test_what_has_not_run_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reservations(self: Backend, facts: RequestFacts) -> list[str]:
+        return ["its kernel for head dims 57 and 64"] if facts.head_dim == 57 else []
+
+    monkeypatch.setattr(type(backend_registry.load("cpu")), "missing", lambda self, device: None)
+    monkeypatch.setattr(type(backend_registry.load("cpu")), "reservations", reservations)
     backend_registry.route.cache_clear()
+    reserved = replace(FACTS, head_dim=57)
+    assert dict(explain_route(reserved))["cpu"] == [
+        "its kernel for head dims 57 and 64 has not run on a GPU yet, so it must be chosen by name (backend='cpu')"
+    ]
+    assert not dict(explain_route(reserved, "cpu"))["cpu"] and dict(explain_route(reserved, "tiled"))["cpu"]
     try:
-        assert route(facts) is not route(facts, "new") is backend_registry.load("new")
-        monkeypatch.setattr(backend_registry, "BACKENDS", (first, *backend_registry.BACKENDS[1:]))
-        assert route(proven) is backend_registry.load("new")
+        assert route(reserved).name == "tiled" and route(reserved, "cpu").name == "cpu"
+        assert route(replace(FACTS, head_dim=59)).name == "cpu"
     finally:
         backend_registry.route.cache_clear()
-        backend_registry.load.cache_clear()
 
 
 def test_on_a_gpu_stock_kernels_beat_the_tiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,22 +88,26 @@ def test_on_a_gpu_stock_kernels_beat_the_tiled_one(monkeypatch: pytest.MonkeyPat
     assert stock_is_faster(replace(gpu, score_steps=None, head_dim=8)) is None
 
 
-def test_stock_keeps_less_once_triton_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_keeps_what_triton_was_not_timed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from magi_flex.kernels.ffa import FfaBackend
     from magi_flex.kernels.triton_backend import TritonBackend
 
     monkeypatch.setattr(triton_configs, "shared_limit", lambda device: 227 << 10)
-    for backend in (FfaBackend, TritonBackend):
-        monkeypatch.setattr(backend, "missing", lambda self, device: None)
-    proven = tuple(entry._replace(experimental=False) for entry in backend_registry.BACKENDS)
-    gpu = replace(FACTS, device=torch.device("cuda", 0), dtype=torch.bfloat16, score_steps=None, score_grads=True)
-    assert "not all of its tests have run" in str(stock_is_faster(gpu))
-    monkeypatch.setattr(backend_registry, "BACKENDS", proven)
-    assert stock_is_faster(gpu) is None
-    assert stock_is_faster(replace(gpu, dtype=torch.float32, head_dim=256, has_bit_tiles=True)) is None
+    monkeypatch.setattr(FfaBackend, "missing", lambda self, device: "is not there")
+    monkeypatch.setattr(TritonBackend, "missing", lambda self, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = replace(FACTS, device=torch.device("cuda", 0), dtype=torch.bfloat16, score_steps=(), score_grads=True)
+    for hopper, served in ((object(), True), (None, False)):
+        monkeypatch.setattr(triton_backend, "_hopper_launch", lambda device, kernels=hopper: kernels)
+        assert (stock_is_faster(gpu) is None) is served
+    monkeypatch.setattr(triton_backend, "_hopper_launch", lambda device: object())
+    for other in (dict(dtype=torch.float32), dict(v_head_dim=256), dict(score_steps=None)):
+        assert "triton: only its Hopper kernels have been timed" in str(stock_is_faster(replace(gpu, **other)))
     bucketize = stock_is_faster(replace(gpu, score_ops=frozenset({"aten::bucketize"})))
     assert bucketize is not None and "triton: cannot generate code for aten::bucketize" in bucketize
     assert stock_is_faster(replace(gpu, deterministic=True)) is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "triton: its code for compute capability 8.0 has not run on a GPU yet" in str(stock_is_faster(gpu))
 
 
 def test_steps_are_named_alike_before_and_after_they_are_made() -> None:

@@ -87,13 +87,18 @@ def test_every_feature_compiles(tmp_path: Path) -> None:
     assert len(records) == 14 and all(record["spilled"] <= 128 for record in records)
 
 
-def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(load("triton"), TritonBackend)
-    reasons = dict(explain_route(replace(GPU, device=torch.device("cpu"))))["triton"]
-    assert "not all of its tests have run" in reasons[0] and len(reasons) == 2
+    on_cpu = replace(GPU, device=torch.device("cpu"))
+    assert len(dict(explain_route(on_cpu))["triton"]) == 1 and route(on_cpu).name == "tiled"
     monkeypatch.setattr(TritonBackend, "missing", lambda self, device: None)
-    facts = replace(GPU, device=torch.device("cpu"), head_dim=72)
-    assert route(facts).name == "tiled" and route(facts, "triton").name == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    ran = replace(GPU, device=torch.device("cpu"), head_dim=72)
+    assert route(ran).name == route(ran, "triton").name == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    not_run = replace(ran, head_dim=80)
+    assert route(not_run).name == "tiled" and route(not_run, "triton").name == "triton"
+    assert "compute capability 8.6 has not run on a GPU yet" in dict(explain_route(not_run))["triton"][0]
 
 
 def test_objections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from magi_flex.kernels.hopper_backward import kv_kernel, q_kernel
 from magi_flex.kernels.hopper_forward import forward_kernel
 from magi_flex.kernels.layout import empty_in_order, fill_order
 from magi_flex.kernels.request import AttentionOutput, AttentionRequest
-from magi_flex.kernels.triton_configs import padded
+from magi_flex.kernels.triton_configs import HOPPER_HEAD_DIM, padded
 from magi_flex.kernels.triton_launch import (
     gradient_of,
     has_unit_stride,
@@ -31,7 +31,6 @@ from magi_flex.kernels.triton_launch import (
 from magi_flex.kernels.triton_schedule import schedule_for
 from magi_flex.kernels.triton_score import KernelScore
 
-LARGEST_HEAD_DIM = 128
 _ROWS = 64  # of a warp group, queries or keys; a tile has two of them
 
 
@@ -40,7 +39,7 @@ def serves(request: AttentionRequest, *others: Tensor) -> bool:
     q, k, v = request.q, request.k, request.v
     return (
         q.dtype.itemsize == 2
-        and max(q.shape[3], v.shape[3]) <= LARGEST_HEAD_DIM
+        and max(q.shape[3], v.shape[3]) <= HOPPER_HEAD_DIM
         and (request.score.is_identity or request.score.steps is not None)
         # Of heads that share keys, masks that differ would need the fixed grid.
         and (request.plan.starts.shape[1] == 1 or q.shape[1] == k.shape[1])

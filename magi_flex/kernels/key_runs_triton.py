@@ -37,21 +37,12 @@ def block_bounds(
 
 
 @triton.jit
-def _advance(
-    kind,
-    new_kind,
-    row,
-    touched_begin_S,
-    touched_end_S,
-    touched,
-    full_begin_S,
-    full_end_S,
-    full,
-    lane_S,
-    TOUCHED: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """From ``row`` on rows are of ``new_kind`` (0: touches no key of the tile, 1: some, 2: all), before of ``kind``."""
+def _advance(spans, kind, new_kind, row, lane_S, TOUCHED: tl.constexpr, FULL: tl.constexpr):
+    """From ``row`` on rows are of ``new_kind`` (0: touches no key of the tile, 1: some, 2: all), before of ``kind``.
+
+    ``spans``: begins and ends of the touched spans and of the full ones, and how many there are of each.
+    """
+    touched_begin_S, touched_end_S, full_begin_S, full_end_S, touched, full = spans
     opens = (kind == 0) & (new_kind > 0)
     closes = (kind > 0) & (new_kind == 0)
     touched_begin_S = tl.where((lane_S == touched) & opens & (touched < TOUCHED), row, touched_begin_S)
@@ -63,7 +54,7 @@ def _advance(
     full_begin_S = tl.where((lane_S == full) & full_opens & (full < FULL), row, full_begin_S)
     full_end_S = tl.where((lane_S == full) & full_closes & (full < FULL), row, full_end_S)
     full = tl.minimum(full + full_closes.to(tl.int32), FULL)
-    return touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full
+    return touched_begin_S, touched_end_S, full_begin_S, full_end_S, touched, full
 
 
 @triton.jit
@@ -105,12 +96,9 @@ def key_tile_runs(
     head = tl.load(tile_head + tile).to(tl.int64)
     plane = (head * 0 + slots_of_all) * blocks
     lane_S = tl.arange(0, LANES)
-    touched_begin_S = tl.full([LANES], NONE, tl.int32)
-    touched_end_S = tl.zeros([LANES], tl.int32)
-    full_begin_S = tl.full([LANES], NONE, tl.int32)
-    full_end_S = tl.zeros([LANES], tl.int32)
-    touched = tile * 0
-    full = tile * 0
+    begin_S = tl.full([LANES], NONE, tl.int32)
+    end_S = tl.zeros([LANES], tl.int32)
+    spans = (begin_S, end_S, begin_S, end_S, tile * 0, tile * 0)
     kind = tile * 0
     looks = tile * 0 + budget
     known = tile * 0  # rows before are done with
@@ -153,38 +141,12 @@ def key_tile_runs(
                 row = tl.min(tl.where(inside_G & (kind_G != kind), row_G, NONE), axis=0)
                 while row < NONE:
                     row_kind = tl.sum(tl.where(row_G == row, kind_G, 0), axis=0)
-                    touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full = _advance(
-                        kind,
-                        row_kind,
-                        row,
-                        touched_begin_S,
-                        touched_end_S,
-                        touched,
-                        full_begin_S,
-                        full_end_S,
-                        full,
-                        lane_S,
-                        TOUCHED,
-                        FULL,
-                    )
+                    spans = _advance(spans, kind, row_kind, row, lane_S, TOUCHED, FULL)
                     kind = row_kind
                     looks -= 1
                     row = tl.min(tl.where(inside_G & (kind_G != kind) & (row_G > row), row_G, NONE), axis=0)
             else:
-                touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full = _advance(
-                    kind,
-                    new_kind,
-                    block * BLOCK_ROWS,
-                    touched_begin_S,
-                    touched_end_S,
-                    touched,
-                    full_begin_S,
-                    full_end_S,
-                    full,
-                    lane_S,
-                    TOUCHED,
-                    FULL,
-                )
+                spans = _advance(spans, kind, new_kind, block * BLOCK_ROWS, lane_S, TOUCHED, FULL)
                 kind = new_kind
             looks -= 1
             known = tl.minimum((block + 1) * BLOCK_ROWS, q_len)
@@ -199,20 +161,8 @@ def key_tile_runs(
             rest_end = tl.maximum(rest_end, tl.max(tl.where(rest_V, (block_V + 1) * BLOCK_ROWS, 0), axis=0))
         part += BLOCKS_AT_ONCE
     # What is open ends with the rows that are known; the rest prolongs the last span, or is one of its own.
-    touched_begin_S, touched_end_S, touched, full_begin_S, full_end_S, full = _advance(
-        kind,
-        0,
-        known,
-        touched_begin_S,
-        touched_end_S,
-        touched,
-        full_begin_S,
-        full_end_S,
-        full,
-        lane_S,
-        TOUCHED,
-        FULL,
-    )
+    spans = _advance(spans, kind, 0, known, lane_S, TOUCHED, FULL)
+    touched_begin_S, touched_end_S, full_begin_S, full_end_S, touched, full = spans
     if rest_end > 0:
         first = touched == 0
         touched_begin_S = tl.where((lane_S == 0) & first, rest_begin, touched_begin_S)

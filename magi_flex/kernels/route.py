@@ -17,22 +17,18 @@ logger = logging.getLogger("magi_flex")
 
 
 class Entry(NamedTuple):
-    """A backend by name; its module is imported when it is first considered.
-
-    ``experimental``: not all of its tests have run on the hardware that it is for, so ``auto`` never takes it.
-    """
+    """A backend by name; its module is imported when it is first considered."""
 
     name: str
     module: str
     cls: str
-    experimental: bool = False
 
 
 # Fastest first.
 BACKENDS: tuple[Entry, ...] = (
     Entry("ffa", "magi_flex.kernels.ffa", "FfaBackend"),
     Entry("fa4", "magi_flex.kernels.fa4", "Fa4Backend"),
-    Entry("triton", "magi_flex.kernels.triton_backend", "TritonBackend", experimental=True),
+    Entry("triton", "magi_flex.kernels.triton_backend", "TritonBackend"),
     Entry("cpu", "magi_flex.kernels.cpu", "CpuBackend"),
     Entry("tiled", "magi_flex.kernels.tiled_torch", "TiledBackend"),
 )
@@ -43,17 +39,6 @@ _STOCK_LEAST_HEAD_DIM = 16
 
 def backend_names() -> list[str]:
     return [entry.name for entry in BACKENDS]
-
-
-def reservation(name: str) -> str | None:
-    """Why ``auto`` passes a backend over whatever it serves, or None."""
-    if any(entry.experimental for entry in BACKENDS if entry.name == name):
-        return _reserved("not all of its tests have run on a GPU yet", name)
-    return None
-
-
-def _reserved(why: str, name: str) -> str:
-    return f"{why}, so it must be chosen by name (backend={name!r})"
 
 
 def check_choice(choice: str, *others: str) -> str:
@@ -67,7 +52,7 @@ def check_choice(choice: str, *others: str) -> str:
 @functools.cache
 def load(name: str) -> Backend | str:
     """The backend, or why its module cannot be imported."""
-    for known, module, cls, _ in BACKENDS:
+    for known, module, cls in BACKENDS:
         if known == name:
             try:
                 return getattr(importlib.import_module(module), cls)()
@@ -79,8 +64,7 @@ def load(name: str) -> Backend | str:
 def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, list[str]]]:
     """Every backend, fastest first, with the reasons why it does not serve such a request (none: it does).
 
-    A reservation (see :func:`reservation` and :meth:`Backend.reservations`) is a reason unless ``choice`` names the
-    backend.
+    A reservation (see :meth:`Backend.reservations`) is a reason unless ``choice`` names the backend.
     """
     table = []
     for name in backend_names():
@@ -90,11 +74,11 @@ def explain_route(facts: RequestFacts, choice: str = AUTO) -> list[tuple[str, li
             continue
         missing = backend.missing(facts.device)
         reasons = [missing] if missing else backend.objections(facts)
-        if choice != name:
-            reserved = reservation(name)
-            reasons = [*([reserved] if reserved else []), *reasons]
-            if not missing:
-                reasons += [_reserved(f"{what} has not run on a GPU yet", name) for what in backend.reservations(facts)]
+        if choice != name and not missing:
+            reasons += [
+                f"{what} has not run on a GPU yet, so it must be chosen by name (backend={name!r})"
+                for what in backend.reservations(facts)
+            ]
         table.append((name, reasons))
     return table
 

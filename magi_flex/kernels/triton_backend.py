@@ -27,6 +27,7 @@ from magi_flex.kernels.request import (
 from magi_flex.kernels.score_split import leading_factors
 from magi_flex.kernels.triton_configs import (
     DIRECTIONS,
+    HOPPER_HEAD_DIM,
     LARGEST_HEAD_DIM,
     Tiles,
     fits,
@@ -82,6 +83,16 @@ class TritonBackend(Backend):
         if facts.score_grads and facts.needs_backward and facts.deterministic:
             found.append("sums the gradients of what a score mod captures in no fixed order")
         return found
+
+    def reservations(self, facts: RequestFacts) -> list[str]:
+        major, minor = torch.cuda.get_device_capability(facts.device)
+        return [] if major == 9 else [f"its code for compute capability {major}.{minor}"]
+
+    def behind_stock(self, facts: RequestFacts) -> str | None:
+        timed = facts.dtype.itemsize == 2 and max(facts.head_dim, facts.v_head_dim) <= HOPPER_HEAD_DIM
+        if timed and facts.score_steps is not None and _hopper_launch(facts.device) is not None:
+            return None
+        return "only its Hopper kernels have been timed beside PyTorch's"
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         from magi_flex.kernels import triton_launch

@@ -19,6 +19,7 @@ import torch
 from magi_flex.kernels.triton_score import source_folder
 
 LARGEST_HEAD_DIM = 512
+HOPPER_HEAD_DIM = 128  # the largest of the Hopper kernels
 DIRECTIONS = ("forward", "kv", "q")  # the forward kernel, the two of the backward
 LEAST_TILE = 16  # of a matrix product
 _SCORES_OF_A_THREAD = {"steps": 32, "general": 16}  # where a score mod is computed; few registers spill then
