@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def _move_map(block: cuda_driver.ParameterBlock, index: int, address: int) -> No
     ctypes.c_uint64.from_address(block.address + index * cuda_driver.TENSOR_MAP_BYTES).value = address
 
 
+_empty = torch.empty
+
+
+def _poisoned(*args: Any, **kwargs: Any) -> Tensor:
+    """torch.empty, with NaN or the largest integers in it: nobody may read what nobody wrote."""
+    x = _empty(*args, **kwargs)
+    return x.fill_(torch.nan if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Until the test ends, backend "ffa" runs tensors on the CPU through the emulator."""
     EmulatedKernel.seed = seed
@@ -118,6 +128,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     monkeypatch.setattr(cuda_driver, "tensor_map", _tensor_map)
     monkeypatch.setattr(cuda_driver.ParameterBlock, "move_map", _move_map)
     monkeypatch.setattr(cuda_driver, "fill_zero", lambda x, stream: x.zero_())
+    monkeypatch.setattr(torch, "empty", _poisoned)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     for module in (cuda_driver, ffa, ffa_plans, ffa_forward, ffa_backward, ffa_gradient_q, ffa_split, ffa_copy_rows):
