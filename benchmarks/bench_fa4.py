@@ -1,19 +1,19 @@
 """Time flash-attn-4's kernels as backend "fa4" uses them, forward and backward, beside what the package does alone.
 
-    python -m benchmarks.bench_fa4 [--lengths 8192,...] [--masks full,...,images] [--rounds 5]
+    python -m benchmarks.bench_fa4 [--lengths 8192,...] [--masks full,...,images] [--rounds 6]
 
 Needs a GPU that flash-attn-4 has kernels for.  Everybody runs on a plan made before.  Sides:
 
     fa4          the backend as it is: flags, packed documents or interval bits
-    bits         the backend with interval bits and block lists for every mask
     flags        the package's kernels with its flags or packed sequences, where it has any for the mask
     elements     the package's kernels with an interval mask_mod called score by score, and lists of 128 x 128 blocks
-    unmasked     the kernels of "bits" on the same blocks, none of which is masked (a wrong result): what masks could
-                 gain at most
+    unmasked     the backend's kernels on the same blocks, none of which is masked (a wrong result): what masks without
+                 flags could gain at most
 
 The package's sides launch the compiled kernels without its interface, so that short calls do not wait for Python.  The
-sides take turns and begin with another one each round: a GPU that was idle runs faster for a while.  "host_us" is what
-a call takes the host, on an idle GPU; for the package's sides in its interface.
+sides take turns, every second round backwards, and another one begins every two rounds: a GPU that was idle, or had
+less to do, runs faster for a while.  "host_us" is what a call takes the host, on an idle GPU; for the package's sides
+in its interface.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from benchmarks.harness import RESULTS, Row, Work, attention_tflops, leave, tabl
 from benchmarks.workloads import MASKS, document_lengths, mask_plan
 from inductor_lowering.to_intervals import plan_from_mask_mod
 from magi_flex import mods
-from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import fa4
-from magi_flex.kernels.fa4 import Fa4Backend, architecture, mask_arguments, score_arguments, tracing_order
-from magi_flex.kernels.fa4_launch import watched
+from magi_flex.kernels.fa4 import Fa4Backend, architecture, forward_adaption, mask_arguments, score_arguments
+from magi_flex.kernels.fa4_launch import Adaption, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, forward_mask
 from magi_flex.kernels.fa4_tiles import BlockLists, BlockSize, block_lists, padded_bounds
 from magi_flex.kernels.request import AttentionRequest
@@ -144,8 +143,8 @@ def forward_alone(
         )  # fmt: skip
 
     arguments = _arguments(mask, q, False, as_bits)
-    order = tracing_order(mask, fa4.architecture(q.device)) if as_bits else None
-    return _launched(work, (interface._flash_attn_fwd,), given, order)
+    adaption = forward_adaption(mask, fa4.architecture(q.device)) if as_bits else None
+    return _launched(work, (interface._flash_attn_fwd,), given, adaption)
 
 
 def backward_alone(
@@ -175,8 +174,8 @@ def _arguments(mask: KernelMask, q: Tensor, backward: bool, as_bits: bool) -> di
     return of_mask | score_arguments(mask, None, q.transpose(1, 2), backward)
 
 
-def _launched(work: Work, looked_up_in: tuple[Any, ...], given: tuple[Tensor, ...], tracing: Any) -> Side:
-    launch = watched(work, looked_up_in, given, tracing)
+def _launched(work: Work, looked_up_in: tuple[Any, ...], given: tuple[Tensor, ...], adaption: Adaption | None) -> Side:
+    launch = watched(work, looked_up_in, given, adaption)
     assert launch is not None
     return Side(functools.partial(launch, *given), work)
 
@@ -204,21 +203,15 @@ def backend(plan: MaskPlan, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> t
     return Side(forward, forward), Side(backward, backward)
 
 
-def without_structure(plan: MaskPlan) -> MaskPlan:
-    """The same mask, of which nobody finds out that flags would do."""
-    rows = plan.intervals
-    unknown: Any = object()
-    return MaskPlan(RowIntervals(rows.starts.clone(), rows.ends.clone(), rows.kv_len), structure=unknown)
-
-
 def timed(works: dict[str, Work], rounds: int) -> dict[str, float]:
     """Milliseconds of the GPU for a call, medians over ``rounds``."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     calls = {name: max(2, round(SAMPLE_MS / _sample(work, 1))) for name, work in works.items()}
     for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        first = number // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in reversed(order) if number % 2 else order:
             taken[name].append(_sample(works[name], calls[name]))
     return {name: statistics.median(of) for name, of in taken.items()}
 
@@ -264,7 +257,6 @@ def measure(mask: str, length: int, heads: tuple[int, int], dims: tuple[int, int
         bare = unmasked(plan, fa4.architecture(by_row[0].device), dims, heads[0] // heads[1])
         sides["unmasked"] = alone(bare, *by_row, as_bits=True)
     else:
-        sides["bits"] = backend(without_structure(plan), *by_head)
         sides["flags"] = alone(flagged, *by_row)
     rows = []
     area = plan.area()
@@ -289,7 +281,7 @@ def main() -> None:
     parser.add_argument("--masks", default=",".join((*MASKS, *OTHERS)))
     parser.add_argument("--dims", default="128:128")
     parser.add_argument("--heads", default="64:8")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where fa4_attention.json is written")
     args = parser.parse_args()
     if not torch.cuda.is_available():

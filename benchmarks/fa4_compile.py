@@ -240,7 +240,8 @@ def compile_case(case: Case) -> None:
             lse = _tensor(1, HEADS, LENGTH, dtype=torch.float32)
             interface._flash_attn_bwd(q, k, v, out, out, lse, softmax_scale=0.1, dlse=lse, **arguments)
         else:
-            with fa4.tracing_order(mask, case.arch) or nullcontext():
+            adaption = fa4.forward_adaption(mask, case.arch)
+            with nullcontext() if adaption is None else adaption.tracing:
                 interface._flash_attn_fwd(q, k, v, out=out, softmax_scale=0.1, return_lse=True, **arguments)
 
 

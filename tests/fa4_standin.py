@@ -6,11 +6,12 @@ Shape legend: B batch, H query heads, G key/value heads, Q query rows, K keys, D
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,13 +51,15 @@ class Package:
     def __init__(self, arch: int) -> None:
         self.arch = arch
         self.ways: list[str] = []  # of each call of the two functions
+        self.base = math.e  # of the logarithms that forward kernels write, if they are compiled now
 
         def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, None, None, None]:
             self._way(options)
             out, lse = options.pop("out"), options.pop("lse")
             # As the package does, for addresses that its kernels cannot take.
             aligned = [x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v)]
-            compiled(self._flash_attn_fwd, self._kernel)(*aligned, out, lse, options)
+            kernel = functools.partial(self._kernel, base=self.base)
+            compiled(self._flash_attn_fwd, kernel)(*aligned, out, lse, options)
             return out, lse, None, None, None
 
         def backward(*tensors: Tensor, **options: Any) -> None:
@@ -67,6 +70,13 @@ class Package:
         self._bwd_preprocess, self._bwd_postprocess_convert = (types.SimpleNamespace() for _ in range(2))
         for function in (forward, backward, self._bwd_preprocess, self._bwd_postprocess_convert):
             function.compile_cache = {}  # type: ignore[union-attr]
+
+    @contextlib.contextmanager
+    def adapted(self, last_rows_first: bool) -> Iterator[None]:
+        """fa4_hopper_forward's, for this package."""
+        self.base = 2.0
+        yield
+        self.base = math.e
 
     def scores(self, q: Tensor, k: Tensor, scale: float, options: dict[str, Any], backward: bool) -> tuple[Tensor, ...]:
         """Scores before the mod, after it, and the mask, ``[B, H, Q, K]``."""
@@ -108,18 +118,21 @@ class Package:
         flags = {k: v for k, v in options.items() if k in ("causal", "window_size_left", "window_size_right") and v}
         self.ways.append("bits" if "mask_mod" in options else f"{packed}{flags or 'full'}")
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any]) -> None:
+    def _kernel(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any], base: float
+    ) -> None:
         """What the interface compiles and launches."""
         scale = options["softmax_scale"]
         assert scale > 0 or "score_mod" in options, "the kernel takes the largest score before it multiplies"
         if "cu_seqlens_q" not in options:
-            lse.copy_(self._forward(q, k, v, out, options))
+            lse.copy_(self._forward(q, k, v, out, options) / math.log(base))
             return
         assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
         for begin, end in itertools.pairwise(options["cu_seqlens_q"].tolist()):
             assert end - begin <= options["max_seqlen_q"]
             part = slice(begin, end)
-            lse[:, part] = self._forward(q[None, part], k[None, part], v[None, part], out[None, part], options)[0]
+            rows = self._forward(q[None, part], k[None, part], v[None, part], out[None, part], options)[0]
+            lse[:, part] = rows / math.log(base)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: dict[str, Any]) -> Tensor:
         _, scores, mask = self.scores(q, k, options["softmax_scale"], options, backward=False)
@@ -250,6 +263,10 @@ class Device(types.ModuleType):
         super().__init__("magi_flex.kernels.fa4_device")
 
     @staticmethod
+    def kernel_key(what: str) -> str:
+        return what
+
+    @staticmethod
     def interval_mask(slots: int, by_key: bool, packed: bool, by_line: bool) -> Callable[..., Tensor]:
         def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor, tables: Any) -> Tensor:
             starts, ends = tables[:2]
@@ -275,8 +292,8 @@ def install(arch: int, monkeypatch: pytest.MonkeyPatch) -> Package:
     """In the package's place, for compute capability ``arch`` / 10."""
     package = Package(arch)
     monkeypatch.setitem(sys.modules, "magi_flex.kernels.fa4_device", Device())
-    order = types.SimpleNamespace(last_rows_first=contextlib.nullcontext)
-    monkeypatch.setitem(sys.modules, "magi_flex.kernels.fa4_hopper_order", order)
+    forward = types.SimpleNamespace(adapted=package.adapted, writes_base_2=lambda: True)
+    monkeypatch.setitem(sys.modules, "magi_flex.kernels.fa4_hopper_forward", forward)
     monkeypatch.setattr(fa4, "architecture", lambda device: arch)
     block_sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=Lists)
     modules = types.SimpleNamespace(interface=package, block_sparsity=block_sparsity)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.kernels.cuda_driver import on_device
-from magi_flex.kernels.fa4_launch import Launch, watched
+from magi_flex.kernels.fa4_launch import Adaption, Launch, watched
 from magi_flex.kernels.fa4_masks import KernelMask, backward_mask, flagged_mask, forward_mask
 from magi_flex.kernels.fa4_package import missing_package, package
 from magi_flex.kernels.fa4_score import KernelScore, kernel_score
@@ -123,7 +122,8 @@ class Fa4Backend(Backend):
             else:
                 lay, lay_rows = _LAYOUTS[prepared.packed]
                 prepared.launch(lay(q), lay(k), lay(v), lay(out), lay_rows(lse))
-                lse.mul_(LOG2_E)
+                if not prepared.base_2:
+                    lse.mul_(LOG2_E)
         return AttentionOutput(out, lse, largest)
 
     def backward(
@@ -162,10 +162,12 @@ class _Prepared:
     Attributes:
         launch: None before the first call, and where every call differs; set last, as other threads look for it.
         packed: tensors go as packed sequences.
+        base_2: the forward writes logarithms to base 2, not natural ones.
     """
 
     launch: Launch | None = None
     packed: bool = False
+    base_2: bool = False
 
 
 def _launch_key(request: AttentionRequest, *tensors: Tensor) -> Hashable | None:
@@ -201,9 +203,14 @@ def _first_forward(request: AttentionRequest, out: Tensor, lse: Tensor, prepared
     def work() -> None:
         forward(*given[:3], out=given[3], lse=rows, return_lse=True, softmax_scale=scale, **arguments)
 
-    launch = watched(work, (forward,), given, tracing_order(mask, arch))
+    adaption = forward_adaption(mask, arch)
+    launch = watched(work, (forward,), given, adaption)
     in_place = rows.data_ptr() == lse.data_ptr()
-    torch.mul(lse if in_place else _rows_by_head(rows, q), LOG2_E, out=lse)
+    if not in_place:
+        lse.copy_(_rows_by_head(rows, q))
+    prepared.base_2 = adaption is not None and adaption.base_2
+    if not prepared.base_2:
+        lse.mul_(LOG2_E)
     if in_place and all(x is y for x, y in zip((q, k, v), (request.q, request.k, request.v), strict=True)):
         prepared.packed, prepared.launch = packed, launch
 
@@ -328,13 +335,15 @@ def mask_arguments(mask: KernelMask, arch: int, backward: bool, as_bits: bool = 
     return arguments
 
 
-def tracing_order(mask: KernelMask, arch: int) -> AbstractContextManager[Any] | None:
-    """What a forward kernel is to be traced in: on Hopper those with lists take the last rows first."""
-    if mask.lists is None or arch // 10 != 9:
+def forward_adaption(mask: KernelMask, arch: int) -> Adaption | None:
+    """Hopper's forward writes logarithms to base 2, and takes the last rows of block lists first."""
+    if arch // 10 != 9:
         return None
-    from magi_flex.kernels.fa4_hopper_order import last_rows_first
+    from magi_flex.kernels.fa4_device import kernel_key
+    from magi_flex.kernels.fa4_hopper_forward import adapted, writes_base_2
 
-    return last_rows_first()
+    has_lists, base_2 = mask.lists is not None, writes_base_2()
+    return Adaption(adapted(has_lists), kernel_key(f"forward {has_lists} {base_2}"), base_2)
 
 
 def score_arguments(mask: KernelMask, score: KernelScore | None, q: Tensor, backward: bool) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def interval_mask(slots: int, by_key: bool, packed: bool, by_line: bool) -> Call
         if by_line:
             mod.interval_slots, mod.by_key = slots, by_key
             install_interval_mask()
-    mod.__cute_hash__ = _key(f"mask {slots} {by_key} {packed} {by_line}")
+    mod.__cute_hash__ = kernel_key(f"mask {slots} {by_key} {packed} {by_line}")
     return mod
 
 
@@ -132,7 +132,7 @@ def score_mod(score: KernelScore, first_table: int) -> Callable[..., Any]:
     def modified(x, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
         return score.forward(LANES, x, (batch, head, q_idx, kv_idx), aux_tensors[first_table:])
 
-    modified.__cute_hash__ = _key(f"score {score.key} {first_table}")  # type: ignore[attr-defined]
+    modified.__cute_hash__ = kernel_key(f"score {score.key} {first_table}")  # type: ignore[attr-defined]
     return modified
 
 
@@ -144,7 +144,7 @@ def score_gradient(score: KernelScore, first_table: int) -> Callable[..., Any]:
     def gradient(grad, x, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
         return backward(LANES, grad, x, (batch, head, q_idx, kv_idx), aux_tensors[first_table:])
 
-    gradient.__cute_hash__ = _key(f"gradient {score.key} {first_table}")  # type: ignore[attr-defined]
+    gradient.__cute_hash__ = kernel_key(f"gradient {score.key} {first_table}")  # type: ignore[attr-defined]
     return gradient
 
 
@@ -226,10 +226,11 @@ LANES = CuteLanes()
 @functools.cache
 def _sources() -> str:
     """Of all that decides the code of mods, and of kernels that call ours."""
-    names = ("device", "hopper_order", "interval_mask", "score", "trace", "walk")
+    names = ("device", "hopper_forward", "interval_mask", "score", "trace", "walk")
     sources = (Path(__file__).with_name(f"fa4_{name}.py").read_bytes() for name in names)
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
-def _key(what: str) -> str:
+def kernel_key(what: str) -> str:
+    """Equal for equal code alone."""
     return hashlib.sha256(f"magi_flex {_sources()} {what}".encode()).hexdigest()

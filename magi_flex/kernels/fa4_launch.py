@@ -32,6 +32,21 @@ class KernelCall:
 
 
 @dataclass(frozen=True)
+class Adaption:
+    """How kernels differ from the package's own.
+
+    Attributes:
+        tracing: what they are traced in.
+        key: tells them apart where compiled kernels are kept, on disk as well.
+        base_2: they write logarithms to base 2, not natural ones.
+    """
+
+    tracing: AbstractContextManager[Any]
+    key: str
+    base_2: bool
+
+
+@dataclass(frozen=True)
 class Launch:
     """Kernels to be called in turn on new tensors.
 
@@ -64,17 +79,18 @@ def watched(
     work: Callable[[], object],
     looked_up_in: Sequence[Any],
     given: Sequence[Tensor],
-    tracing: AbstractContextManager[Any] | None = None,
+    adaption: Adaption | None = None,
 ) -> Launch | None:
     """Do ``work``, a call of the interface on the ``given`` tensors.
 
     Args:
         looked_up_in: the functions in whose ``compile_cache`` it looks for its kernels.
-        tracing: is entered while nobody else's call is watched.
+        adaption: of the kernels that it is to use.
     Returns what was launched, or None if that cannot be made again.
     """
     calls: list[tuple[Kernel, tuple[Any, ...]]] = []
-    with _lock, tracing or nullcontext(), _watching(looked_up_in, calls):
+    tracing, key = (nullcontext(), None) if adaption is None else (adaption.tracing, adaption.key)
+    with _lock, tracing, _watching(looked_up_in, key, calls):
         work()
     numbers = {x.data_ptr(): number for number, x in enumerate(given)}
     users: dict[int, list[int]] = {}  # address -> calls that are handed this memory, in turn
@@ -130,10 +146,12 @@ def _template(kernel: Kernel, arguments: tuple[Any, ...], numbers: dict[int, int
 
 
 @contextmanager
-def _watching(looked_up_in: Sequence[Any], calls: list[tuple[Kernel, tuple[Any, ...]]]) -> Iterator[None]:
+def _watching(
+    looked_up_in: Sequence[Any], key: str | None, calls: list[tuple[Kernel, tuple[Any, ...]]]
+) -> Iterator[None]:
     caches = [function.compile_cache for function in looked_up_in]
     for function, cache in zip(looked_up_in, caches, strict=True):
-        function.compile_cache = _Watch(cache, calls)
+        function.compile_cache = _Watch(cache, key, calls)
     try:
         yield
     finally:
@@ -142,22 +160,31 @@ def _watching(looked_up_in: Sequence[Any], calls: list[tuple[Kernel, tuple[Any, 
 
 
 class _Watch:
-    """A cache of compiled kernels; ``calls`` gets this thread's calls of those that it hands out."""
+    """A cache of compiled kernels, in which those of this thread have the adaption's key beside their own.
 
-    def __init__(self, cache: Any, calls: list[tuple[Kernel, tuple[Any, ...]]]) -> None:
-        self.cache, self.calls, self.thread = cache, calls, threading.get_ident()
+    ``calls`` gets this thread's calls of the kernels that it hands out.
+    """
+
+    def __init__(self, cache: Any, adaption: str | None, calls: list[tuple[Kernel, tuple[Any, ...]]]) -> None:
+        self.cache, self.adaption, self.calls, self.thread = cache, adaption, calls, threading.get_ident()
 
     def __contains__(self, key: object) -> bool:
-        return key in self.cache
+        return self._own(key) in self.cache
 
     def __setitem__(self, key: object, kernel: Kernel) -> None:
-        self.cache[key] = kernel
+        self.cache[self._own(key)] = kernel
+
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self.thread
+
+    def _own(self, key: object) -> object:
+        return key if self.adaption is None or not self._is_here() else (self.adaption, key)
 
     def __getitem__(self, key: object) -> Kernel:
-        kernel = self.cache[key]
+        kernel = self.cache[self._own(key)]
 
         def call(*arguments: Any) -> object:
-            if threading.get_ident() == self.thread:
+            if self._is_here():
                 self.calls.append((kernel, arguments))
             return kernel(*arguments)
 

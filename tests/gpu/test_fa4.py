@@ -196,6 +196,19 @@ def test_scales_and_layouts() -> None:
     check(make_mask("sink_and_window", 261).dense(), scale=-0.1)
 
 
+def test_the_package_s_own_calls_are_as_they_were() -> None:
+    """Ours write logarithms to base 2; whoever calls the package gets natural ones."""
+    q, k, v = (torch.randn(1, 300, n, 128, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
+    intervals = RowIntervals.from_dense(make_mask("causal", 300).dense()[:1])
+    plan = MaskPlan(RowIntervals(intervals.starts.cuda(), intervals.ends.cuda(), 300))
+    request = AttentionRequest(*(x.transpose(1, 2) for x in (q, k, v)), plan, 0.1, max_score=False)
+    forward = fa4.package().interface._flash_attn_fwd
+    for _ in range(2):
+        _, natural, *_ = forward(q, k, v, softmax_scale=0.1, causal=True, return_lse=True)
+        ours = Fa4Backend().forward(request).lse
+        torch.testing.assert_close(ours, natural * fa4.LOG2_E, atol=1e-5, rtol=1e-5)
+
+
 def _gated(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
     return torch.where((q - k) % 3 == 0, s * torch.sigmoid(table[q]), s - 0.1 * table[k] ** 2)
 
