@@ -23,7 +23,7 @@ from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore, score_define
 
 # GradientQParams of the kernel between its four tensor maps and the score steps.
 _PARAMS = "<15Q6q3f15i"
-# Parts of it that calls set: out, lse, its gradient, the rows' statistics, dq and the work counter; a scale; score steps.
+# Parts of it that calls set: out, lse, its gradient, the rows' statistics, dq, the work counter; a scale; score steps.
 _CALL, _CALL_OFFSET = struct.Struct("<7Q"), struct.calcsize("<7Q")
 _SCALE_OFFSET, _SCORE_OFFSET = struct.calcsize("<15Q6q"), struct.calcsize(_PARAMS)
 _MAPS, _ROWS, _THREADS = 4, 128, 384
@@ -197,7 +197,7 @@ class GradientQLaunch:
         """Fill dq, and the rows' statistics, on ``stream``.
 
         Args:
-            inputs: addresses of q, k, v and d_out; outputs: of out, lse and d_lse (0: no gradient), the last two float32
+            inputs: addresses of q, k, v and d_out; outputs: of out, lse and d_lse (0: none), the last two float32
                 ``[B, H, Q]``; dq: address.
             row_shift, row_delta: addresses of what the kernel for dk and dv wants of the rows, which is made here,
                 float32 ``[B * H / pack, padded_rows, pack]``.
