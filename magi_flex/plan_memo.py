@@ -7,8 +7,10 @@ tensor was copied, or comes from another process).
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,7 +42,8 @@ class _HandleMemory(bytearray):
 
 _MOST_BYTES = 1 << 26  # of tensors that copies are kept of
 _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # equal: same bits
-_entries: dict[Hashable, _Entry] = {}
+_LOOKED_AT = 4  # entries, of which the dead are dropped, at each new one: more than come, and not all of them each time
+_entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # those that are looked at next come first
 _handles: WeakValueDictionary[int, _HandleMemory] = WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -71,8 +74,11 @@ def storage_key(owner: Tensor) -> int:
 def remember(key: Hashable, owner: Tensor, value: Any, contents: tuple[Tensor, ...] = ()) -> None:
     """Keep ``value`` under ``key`` until ``owner``'s memory is freed."""
     with _lock:
-        for old in [k for k, entry in _entries.items() if entry.owner.expired()]:
-            del _entries[old]
+        for old in list(itertools.islice(_entries, _LOOKED_AT)):
+            if _entries[old].owner.expired():
+                del _entries[old]
+            else:
+                _entries.move_to_end(old)
         _entries[key] = _Entry(StorageWeakRef(owner.untyped_storage()), value, contents)
 
 
