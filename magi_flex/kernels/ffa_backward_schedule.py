@@ -110,9 +110,7 @@ class KeyWork(NamedTuple):
     head_bytes: float = math.inf
 
 
-def choose_heads(
-    steps_N: Tensor, copies: int, group: int, processors: int, head_bytes: float = math.inf
-) -> int:
+def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int, head_bytes: float = math.inf) -> int:
     """Query heads of a work item: the divisor of ``group`` with the least :func:`item_steps`.
 
     Args:
