@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import magi_flex
-import magi_flex.distributed  # its operators
+import magi_flex.distributed.group_ops  # its operators
 from inductor_lowering import static_intervals, translate
 from inductor_lowering.capture import trace_mask_mod
 from magi_flex import mods, ops
