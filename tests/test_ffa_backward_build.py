@@ -55,7 +55,7 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
 
 
 def test_parameters_have_the_sizes_that_the_source_asserts() -> None:
-    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [144, 192]
+    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [136, 192]
 
 
 def random_plan(mask_batch: int, mask_heads: int) -> MaskPlan:

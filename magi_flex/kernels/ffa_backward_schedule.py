@@ -72,7 +72,7 @@ def plan_backward(
         processors: multiprocessors that share the work.
         split: an item may walk some of a group's heads only (the parts of dK and dV are then summed in no fixed order).
         pack: query heads of a step, all with one mask.
-        row_bytes: that an item visits for a query row (:attr:`BackwardInstance.row_bytes`).
+        row_bytes: that an item visits for a query position (:attr:`BackwardInstance.row_bytes`; head dim 128 has 1024).
     """
     head_bytes = plan.q_len * row_bytes
     group, positions = heads // kv_heads, rows // pack
