@@ -39,12 +39,12 @@ _MODEST = 1e30  # factors and caps up to here, and down to its inverse, are floa
 Linear = dict[int, float]  # coefficient of each argument (an index or a captured int), CONSTANT for the constant
 
 
-class _Unrecognised(Exception):
+class Unrecognised(Exception):
     """The program is no sequence of simple steps."""
 
 
 @dataclass(frozen=True)
-class _Value:
+class Value:
     """What is known about one value.
 
     Attributes:
@@ -55,6 +55,7 @@ class _Value:
         axes: letters of "bhqkd" it depends on (at most one of q, k, d); None if it cannot be tabulated.
         terms: it is the sum of these recipe steps.
         bounds: it is a whole number within these; None if not known.
+        slope: it is this part of a derivative (score_gradient.py).
     """
 
     step: int
@@ -64,6 +65,7 @@ class _Value:
     axes: str | None = ""
     terms: tuple[Recipe, ...] | None = None
     bounds: Bounds | None = None
+    slope: Any = None
 
     @property
     def number(self) -> float | None:
@@ -78,25 +80,24 @@ def recognise(program: FxProgram, order: str) -> tuple[Recipe, ...] | None:
     ``program`` knows the dtypes of its trace.
     """
     try:
-        return _Analysis(program, order).result()
-    except _Unrecognised:
+        return Analysis(program, order).result().score
+    except Unrecognised:
         return None
 
 
-class _Analysis:
+class Analysis:
+    """Describes the value of each step; those of gradients are described in score_gradient.py."""
+
     def __init__(self, program: FxProgram, order: str):
         self.program = program
         self.order = order
-        self.values: list[_Value] = []
+        self.values: list[Value] = []
 
-    def result(self) -> tuple[Recipe, ...]:
+    def result(self) -> Value:
         args = 0
         for number, step in enumerate(self.program.steps):
             if step[0] == "return":
-                score = self._operand(step[1]).score
-                if score is None:
-                    raise _Unrecognised
-                return score
+                return self._operand(step[1])
             if step[0] == "arg":
                 value = self._argument(number, args)
                 args += 1
@@ -107,17 +108,17 @@ class _Analysis:
             else:
                 value = self._value(number)
             self.values.append(value)
-        raise _Unrecognised
+        raise Unrecognised
 
-    def _value(self, number: int, axes: str | None = "", terms: tuple[Recipe, ...] | None = None) -> _Value:
+    def _value(self, number: int, axes: str | None = "", terms: tuple[Recipe, ...] | None = None) -> Value:
         """What is known of a step's value by its dtype and by what it depends on."""
-        return _Value(number, axes=axes, terms=terms, bounds=_NARROW.get(self.program.dtypes[number]))
+        return Value(number, axes=axes, terms=terms, bounds=_NARROW.get(self.program.dtypes[number]))
 
     def _is_float(self, number: int) -> bool:
         dtype = self.program.dtypes[number]
         return dtype is not None and dtype.is_floating_point
 
-    def _is_index(self, number: int, value: _Value) -> bool:
+    def _is_index(self, number: int, value: Value) -> bool:
         """Whether a step is arithmetic of indices as ``value`` is, in a dtype that holds indices."""
         return (value.linear is not None or value.distance is not None) and not self._is_narrow(number)
 
@@ -131,25 +132,25 @@ class _Analysis:
 
     # ---- operands -----------------------------------------------------------------------------------------------
 
-    def _argument(self, number: int, position: int) -> _Value:
+    def _argument(self, number: int, position: int) -> Value:
         if position == SCORE:
-            return _Value(number, score=(), axes=None)
+            return Value(number, score=(), axes=None)
         if position in _INDEX_NAMES:
-            return _Value(number, linear={position: 1}, axes=_INDEX_NAMES[position])
+            return Value(number, linear={position: 1}, axes=_INDEX_NAMES[position])
         if self.order[position - len(_INDEX_NAMES) - 1] == "i":
-            return _Value(number, linear={position: 1})
+            return Value(number, linear={position: 1})
         return self._value(number)
 
-    def _operand(self, x: Any) -> _Value:
+    def _operand(self, x: Any) -> Value:
         if isinstance(x, dict) and "node" in x:
             return self.values[x["node"]]
         if isinstance(x, dict) and "float" in x:
             x = float(x["float"])
         if isinstance(x, (int, float)):
-            return _constant(int(x) if isinstance(x, bool) else x)
-        return _Value(CONSTANT)
+            return constant(int(x) if isinstance(x, bool) else x)
+        return Value(CONSTANT)
 
-    def _union(self, values: Sequence[_Value]) -> str | None:
+    def _union(self, values: Sequence[Value]) -> str | None:
         """Axes of a function of these values."""
         axes: set[str] = set()
         for value in values:
@@ -158,12 +159,14 @@ class _Analysis:
             axes |= set(value.axes)
         return "".join(sorted(axes)) if len(axes & set("qkd")) <= 1 else None
 
-    def _call(self, number: int, step: Any) -> _Value:
+    def _call(self, number: int, step: Any) -> Value:
         _, name, _, args, kwargs = step
         if name == "aten::index":
             return self._index(number, args)
         if name == "aten::full":
             return self._full(number, *args)
+        if name == "aten::scalar_tensor":
+            return self._full(number, [], *args)
         if name in ("aten::_to_copy", "prims::convert_element_type"):
             dtype = kwargs.get("dtype") if name == "aten::_to_copy" else args[1]
             return self._convert(number, self._operand(args[0]), dtype)
@@ -172,20 +175,20 @@ class _Analysis:
             *operands, alpha = operands if len(operands) == 3 else [*operands, self._operand(kwargs.get("alpha", 1))]
             scaled = 0 if name == "aten::rsub" else 1
             if alpha.number is None:
-                raise _Unrecognised
+                raise Unrecognised
             if alpha.number != 1:
                 operands[scaled] = self._scaled(None, operands[scaled], alpha.number)
         elif any(isinstance(x, dict) and "node" in x for x in kwargs.values()) or "rounding_mode" in kwargs:
             name = "other"
         return self._combine(number, name, operands)
 
-    def _full(self, number: int, size: Any, x: Any) -> _Value:
-        constant = self._operand(x)
-        whole = _is_whole(constant) and not self._is_narrow(number)
-        kept = constant.linear is not None and (whole or self._is_float(number) or self._holds(number, constant.bounds))
-        return replace(constant, step=number) if kept and size == [] else self._value(number)
+    def _full(self, number: int, size: Any, x: Any) -> Value:
+        filled = self._operand(x)
+        whole = _is_whole(filled) and not self._is_narrow(number)
+        kept = filled.linear is not None and (whole or self._is_float(number) or self._holds(number, filled.bounds))
+        return replace(filled, step=number) if kept and size == [] else self._value(number)
 
-    def _convert(self, number: int, value: _Value, dtype: Any) -> _Value:
+    def _convert(self, number: int, value: Value, dtype: Any) -> Value:
         """16-bit floats are what the score was traced in; kernels compute in float32, so nothing is rounded to them."""
         kept = dtype is None or getattr(torch, dtype["dtype"]).is_floating_point
         whole = _is_whole(value) and dtype is not None and dtype["dtype"] in ("int64", "int32")
@@ -193,10 +196,10 @@ class _Analysis:
             return replace(value, step=number)
         return self._combine(number, "other", [value])
 
-    def _index(self, number: int, args: Any) -> _Value:
+    def _index(self, number: int, args: Any) -> Value:
         base, indices = self._operand(args[0]), [self._operand(i) for i in args[1]]
         if base.axes != "" or any(i.score is not None for i in indices):
-            raise _Unrecognised
+            raise Unrecognised
         axes = self._union(indices)
         linear = [i.linear for i in indices]
         if not all(_is_whole(i) for i in indices):
@@ -207,7 +210,7 @@ class _Analysis:
 
     # ---- operators ----------------------------------------------------------------------------------------------
 
-    def _combine(self, number: int, name: str, operands: list[_Value]) -> _Value:
+    def _combine(self, number: int, name: str, operands: list[Value]) -> Value:
         if name == "aten::neg":
             return self._scaled(number, operands[0], -1)
         if name in ("aten::add", "aten::sub"):
@@ -220,9 +223,9 @@ class _Analysis:
         if name == "aten::div" and operands[1].number:
             return self._scaled(number, operands[0], 1 / operands[1].number)
         if name == "aten::tanh" and operands[0].score is not None:
-            return _Value(number, score=_softcap(operands[0].score), axes=None)
+            return Value(number, score=_softcap(operands[0].score), axes=None)
         if any(x.score is not None for x in operands):
-            raise _Unrecognised
+            raise Unrecognised
         value = self._value(number, self._union(operands))
         if name == "aten::abs" and operands[0].distance is not None:
             slope, factor, _ = operands[0].distance
@@ -230,13 +233,13 @@ class _Analysis:
                 return replace(value, distance=(None, abs(factor), True))
         return value
 
-    def _scaled(self, number: int | None, value: _Value, factor: float) -> _Value:
+    def _scaled(self, number: int | None, value: Value, factor: float) -> Value:
         """``number``: the step that computes it; None where no step does, as what a difference takes away.
 
         Whole numbers are then those of a sum, which says whether its dtype holds them.
         """
         if not math.isfinite(factor):
-            raise _Unrecognised
+            raise Unrecognised
         bounds = None
         if value.bounds is not None and isinstance(factor, int):
             bounds = (min(x * factor for x in value.bounds), max(x * factor for x in value.bounds))
@@ -253,15 +256,15 @@ class _Analysis:
         if value.distance is not None:
             slope, before, absolute = value.distance
             distance = (slope, before * factor, absolute)
-        return _Value(number, score, linear, distance, value.axes, terms, bounds)
+        return Value(number, score, linear, distance, value.axes, terms, bounds)
 
-    def _sum(self, number: int, left: _Value, right: _Value) -> _Value:
+    def _sum(self, number: int, left: Value, right: Value) -> Value:
         if left.score is not None and right.score is not None:
-            raise _Unrecognised
+            raise Unrecognised
         if left.score is not None or right.score is not None:
             score, other = (left, right) if left.score is not None else (right, left)
             assert score.score is not None
-            return _Value(number, score=(*score.score, *self._terms(other)), axes=None)
+            return Value(number, score=(*score.score, *self._terms(other)), axes=None)
         if left.linear is not None and right.linear is not None and not self._is_narrow(number):
             linear = {arg: left.linear.get(arg, 0) + right.linear.get(arg, 0) for arg in {*left.linear, *right.linear}}
             return self._linear(number, linear)
@@ -275,7 +278,7 @@ class _Analysis:
             return value
         return replace(value, terms=(*self._terms(left), *self._terms(right)), bounds=bounds)
 
-    def _linear(self, number: int, linear: Linear) -> _Value:
+    def _linear(self, number: int, linear: Linear) -> Value:
         present = {arg for arg, c in linear.items() if c}
         names = {_INDEX_NAMES[arg] for arg in present if arg in _INDEX_NAMES}
         distance = None
@@ -284,14 +287,14 @@ class _Analysis:
             if present == {QUERY, KEY}:
                 distance = (None, float(linear[KEY]), False)
         axes = "".join(sorted(names)) if len(names & set("qkd")) <= 1 else None
-        return _Value(number, linear=linear, distance=distance, axes=axes)
+        return Value(number, linear=linear, distance=distance, axes=axes)
 
-    def _product(self, number: int, left: _Value, right: _Value) -> _Value:
+    def _product(self, number: int, left: Value, right: Value) -> Value:
         for value, factor in ((left, right), (right, left)):
             if factor.number is not None:
                 return self._scaled(number, value, factor.number)
         if left.score is not None or right.score is not None:
-            raise _Unrecognised
+            raise Unrecognised
         product = self._value(number, self._union([left, right]))
         for slope, value in ((left, right), (right, left)):
             if slope.axes in ("", "h") and value.distance is not None and value.distance[0] is None:
@@ -301,10 +304,10 @@ class _Analysis:
 
     # ---- recipe steps -------------------------------------------------------------------------------------------
 
-    def _has_terms(self, value: _Value) -> bool:
+    def _has_terms(self, value: Value) -> bool:
         return value.terms is not None or value.distance is not None or value.axes is not None
 
-    def _terms(self, value: _Value) -> tuple[Recipe, ...]:
+    def _terms(self, value: Value) -> tuple[Recipe, ...]:
         """Recipe steps whose sum is ``value``."""
         if value.number is not None:
             return (("constant", value.number),)
@@ -314,7 +317,7 @@ class _Analysis:
         if value.terms is not None:
             return value.terms
         if value.axes is None:
-            raise _Unrecognised
+            raise Unrecognised
         return (self._table(value.step, value.axes),)
 
     def _table(self, step: int, axes: str) -> Recipe:
@@ -324,11 +327,11 @@ class _Analysis:
         return self.program.ending_at(step).to_json()
 
 
-def _constant(x: int | float) -> _Value:
-    return _Value(CONSTANT, linear={CONSTANT: x}, bounds=(x, x) if isinstance(x, int) else None)
+def constant(x: int | float) -> Value:
+    return Value(CONSTANT, linear={CONSTANT: x}, bounds=(x, x) if isinstance(x, int) else None)
 
 
-def _is_whole(value: _Value) -> bool:
+def _is_whole(value: Value) -> bool:
     return value.linear is not None and all(isinstance(c, int) for c in value.linear.values())
 
 
@@ -356,5 +359,5 @@ def _softcap(steps: tuple[Recipe, ...]) -> tuple[Recipe, ...]:
     if steps and steps[-1][0] == "multiply":
         factor, steps = steps[-1][1], steps[:-1]
     if not 1 / _MODEST <= abs(factor) <= _MODEST:
-        raise _Unrecognised
+        raise Unrecognised
     return (*steps, ("softcap", 1 / factor), ("multiply", factor))

@@ -36,11 +36,14 @@ class Selection:
         condition: (b, h, q, k, *some captures) -> bool.
         captures: which captures of the score mod these are.
         rest: (score, b, h, q, k, *all captures) -> the score where the condition holds.
+        conditions: whose conjunction the condition is: (score, b, h, q, k, *all captures) -> bool as JSON, and whether
+            it has to be false.
     """
 
     condition: FxProgram
     captures: tuple[int, ...]
     rest: FxProgram
+    conditions: tuple[tuple[str, bool], ...]
 
     @property
     def reads_tables(self) -> bool:
@@ -60,7 +63,8 @@ def split_selection(program: FxProgram) -> Selection | None:
     for selection, kept in reader.kept.items():
         rest = rest.with_reference(selection, kept)
     condition, captures = _condition(program, reader.conditions)
-    return Selection(condition, captures, rest.ending_at(rest.steps[-1][1]["node"]))
+    parts = tuple((program.ending_at(number).to_json(), negated) for number, negated in reader.conditions)
+    return Selection(condition, captures, rest.ending_at(rest.steps[-1][1]["node"]), parts)
 
 
 class _Reader:

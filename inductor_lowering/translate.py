@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from inductor_lowering.score_analysis import recognise
+from inductor_lowering.score_gradient import has_gradient_of
 from inductor_lowering.score_select import Selection, split_selection
 from inductor_lowering.sharded_masks import is_sharded
 from inductor_lowering.tile_program import joint_program, score_program
@@ -82,7 +83,7 @@ def translate(
     """
     mask = _program("mask_mod", FxProgram.from_graph, mask_mod)
     forward = _program("score_mod", score_program, score_mod)
-    backward = None if joint is None else _json(joint, _program("score_mod", joint_program, joint))
+    gradient = None if joint is None else _program("score_mod", joint_program, joint)
     handle = _once(mask_mod, "handle", lambda: find_handle(mask_mod, call.mask_captures))
     if handle is not None and not is_sharded(
         mask, [x.meta["val"] if isinstance(x, Node) else x for x in call.mask_captures]
@@ -98,10 +99,14 @@ def translate(
         selection = None  # reading out of bounds, at pairs that the mask leaves out, could not be caught
     order, tensors, ints = split_captures(call.score_captures)
     score: ScoreInputs = ScoreSpec(), [], []
-    if forward.steps[-1] != ["return", {"node": 0}] or any(needs_grad):
-        rest = forward if selection is None else selection.rest
-        recipe = _once(score_mod, ("recipe", order, selection is None), lambda: recognise(rest, order))
+    rest = forward if selection is None else selection.rest
+    recipe = _once(score_mod, ("recipe", order, selection is None), lambda: recognise(rest, order))
+    if recipe is not None and joint is not None and gradient is not None and not any(needs_grad):
+        if not _once(joint, ("steps", order), lambda: has_gradient_of(recipe, gradient, order, selection)):
+            recipe = None
+    if forward.steps[-1] != ["return", {"node": 0}] or recipe is None or any(needs_grad):
         steps = None if recipe is None else json.dumps(recipe)
+        backward = None if joint is None or gradient is None else _json(joint, gradient)
         score = ScoreSpec(_json(score_mod, forward), backward, order, needs_grad, steps), tensors, ints
     if handle is not None:
         return (MaskSpec(None, "t", sharded=True), [call.mask_captures[handle]], []), score

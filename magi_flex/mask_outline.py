@@ -55,8 +55,9 @@ class Outline:
         used = ends_BHRQ > starts_BHRQ
         first = starts_BHRQ.clamp(max=blocks * BLOCK) // BLOCK
         end = torch.where(used, (ends_BHRQ + (BLOCK - 1)) // BLOCK, 0)
-        # An interval may begin in the block in which the one before ends: a row counts once.
-        first[:, :, 1:] = torch.maximum(first[:, :, 1:], end[:, :, :-1])
+        # An interval may begin in the block in which the last one before it ends (unused slots may lie between them): a
+        # row counts once.
+        first[:, :, 1:] = torch.maximum(first[:, :, 1:], end.cummax(2).values[:, :, :-1])
         counted = (used & (end > first)).flatten(2).long()
         steps = torch.zeros(batch, heads, blocks + 1, dtype=torch.int64, device=starts_BHRQ.device)
         steps.scatter_add_(2, first.flatten(2).long(), counted)

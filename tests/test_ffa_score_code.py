@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from magi_flex.fx_program import FxProgram
+from magi_flex.fx_program import FxProgram, UnsupportedProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.cuda_build import SOURCES
 from magi_flex.kernels.ffa import FfaBackend
@@ -274,3 +274,21 @@ def test_steps_that_read_tables_are_code() -> None:
             assert found is not None and (found.generated is not None) == code
             assert code or len(found.kinds) == len(steps)
             assert scale == 0.5
+
+
+def test_only_a_mod_without_code_stays_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another error of making the code is not hidden behind the steps."""
+    table = torch.randn(KV_LEN)
+    score = traced_score(lambda t: lambda s, b, h, q, k: s + t[k], (table,))
+    q, k = torch.zeros(BATCH, HEADS, Q_LEN, 8), torch.zeros(BATCH, HEADS, KV_LEN, 8)
+    steps = (Bias(table, (0, 0, 0, 1), 0),)
+    request = AttentionRequest(q, k, k, MaskPlan(RowIntervals.full(Q_LEN, KV_LEN)), 0.5, replace(score, steps=steps))
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr("magi_flex.kernels.ffa_generated_score._generate", lambda *_: fails(UnsupportedProgram("no")))
+    assert scale_and_score(request, False, 2)[1] is not None
+    monkeypatch.setattr("magi_flex.kernels.ffa_generated_score._generate", lambda *_: fails(ValueError("a fault")))
+    with pytest.raises(ValueError, match="a fault"):
+        scale_and_score(request, False, 2)

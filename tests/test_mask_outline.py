@@ -33,6 +33,12 @@ def check(outline: Outline, dense_BHQK: Tensor) -> None:
     assert outline.area == int(dense_BHQK.sum())
 
 
+def spread_out(mask: RowIntervals, key: int) -> RowIntervals:
+    """``mask`` with an unused slot, empty at ``key``, before each of its intervals."""
+    starts, ends = (torch.stack((torch.full_like(x, key), x), 3).flatten(2, 3) for x in (mask.starts, mask.ends))
+    return RowIntervals(starts, ends, mask.kv_len)
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_outlines_are_exact(data: st.DataObject) -> None:
@@ -41,6 +47,7 @@ def test_outlines_are_exact(data: st.DataObject) -> None:
     heads = mask.starts.shape[1]
     part = slice(data.draw(st.integers(0, heads - 1)), heads)
     check(Outline.of(mask).of_heads(part), mask.to_dense()[:, part])
+    check(Outline.of(spread_out(mask, data.draw(st.integers(0, mask.kv_len)))), mask.to_dense())
 
 
 def test_plans_with_outlines() -> None:

@@ -166,6 +166,8 @@ def test_compositions(name: str) -> None:
     near = dense_attention(*inputs, None, score_mod, dtype=torch.float32).out
     native = attend(*inputs, score_mod, kernel_options={"magi_backend": CPU}) if CPU else exact
     assert_within_factor(native, near, exact, floor=2e-6)
+    if CPU:  # which serves steps alone, so the gradient is seen to be theirs
+        torch.autograd.grad(native.sum(), inputs)
 
 
 @pytest.mark.parametrize("function", [attend, torch.compile(attend, fullgraph=True)], ids=["eager", "compiled"])
@@ -218,6 +220,47 @@ def test_gradients_are_those_of_the_joint_graph() -> None:
     out = attend(q, k, v, rounded)
     torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, atol=1e-4, rtol=1e-4)
+
+
+class TenthOfGradient(torch.autograd.Function):
+    """The identity, whose gradient is a tenth."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 0.1
+
+
+OTHER_GRADIENTS: dict[str, Any] = {
+    "detached": lambda s, b, h, q, k: s.detach(),
+    "factor detached": lambda s, b, h, q, k: (s * 2).detach() + q * 0.01,
+    "softcap detached": lambda s, b, h, q, k: torch.tanh(s.detach() / 5) * 5,
+    "own function": lambda s, b, h, q, k: TenthOfGradient.apply(s),
+    "own function before a softcap": lambda s, b, h, q, k: torch.tanh(TenthOfGradient.apply(s) / 5) * 5,
+    "detached beside a mask": lambda s, b, h, q, k: torch.where(q >= k, s.detach() * 2, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_GRADIENTS))
+def test_steps_are_not_used_for_other_gradients(name: str) -> None:
+    """What the mod computes are steps, but its gradient is not theirs."""
+    score_mod, (q, k, v) = OTHER_GRADIENTS[name], qkv(q_len=20)
+    rows, keys = torch.arange(20)[:, None], torch.arange(20)
+    scores = score_mod(q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 4, 0, 0, rows, keys)
+    right = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    gradients = torch.autograd.grad(right.square().sum(), (q, k, v), materialize_grads=True, allow_unused=True)
+    out = attend(q, k, v, score_mod)
+    torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), gradients, atol=1e-4, rtol=1e-4)
 
 
 def test_a_table_that_covers_only_attended_pairs() -> None:

@@ -27,6 +27,7 @@ LENGTHS = (129, 150)  # queries and keys
 DOCUMENTS = torch.arange(150) // 37
 HEAD_SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 FEW = torch.tensor(5)
+BIAS = torch.randn(4, 129, generator=torch.Generator().manual_seed(0))
 
 
 def causal(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -50,7 +51,7 @@ def tensor_constant(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def last(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return torch.where((q - k).abs() < 20, 20 * torch.tanh(s / 20) + HEAD_SLOPES[h] * (k - q), -INF)
+    return torch.where((q - k).abs() < 20, 20 * torch.tanh((s + BIAS[h, q]) / 20) + HEAD_SLOPES[h] * (k - q), -INF)
 
 
 def first(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -133,7 +134,7 @@ def attended(score_mod: Callable[..., Any]) -> Tensor:
     return torch.as_tensor(score_mod(score, b, h, q, k)) != -INF
 
 
-COMPILED = ("filled", "first", "tensor_constant")
+COMPILED = ("filled", "first", "last", "tensor_constant")
 
 
 @pytest.mark.parametrize(

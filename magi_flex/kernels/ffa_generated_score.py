@@ -160,6 +160,10 @@ def _load(dtype: torch.dtype, name: str, offset: str) -> str:
     return f"load<{KERNEL_DTYPES.get(dtype, cuda_type(dtype))}>({name}, {offset})"
 
 
+class NoCode(ValueError):
+    """The score mod has no code; the message says why and what to do."""
+
+
 def generated_score(
     score: ScoreProgram, device: torch.device, backward: bool, lengths: Lengths, pack: int
 ) -> KernelScore:
@@ -167,7 +171,7 @@ def generated_score(
 
     ``pack``: how tables by distance and head lie in memory, see :class:`Layout`.
 
-    Raises ValueError for a graph that no code can be made of.
+    Raises NoCode for a graph that no code can be made of.
     """
     assert score.forward is not None
     layout = Layout(lengths, score.index_map.h_offset, pack)
@@ -175,7 +179,7 @@ def generated_score(
     try:
         return _generate(score, device, backward, layout if in_order else None)
     except UnsupportedProgram as error:
-        raise ValueError(f"score_mod: the ffa kernels cannot run it ({error}); choose another backend") from error
+        raise NoCode(f"score_mod: the ffa kernels cannot run it ({error}); choose another backend") from error
 
 
 def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout: Layout | None) -> KernelScore:

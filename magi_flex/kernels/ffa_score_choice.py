@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from magi_flex.kernels.ffa_generated_score import SUPPORTED, generated_score
+from magi_flex.kernels.ffa_generated_score import SUPPORTED, NoCode, generated_score
 from magi_flex.kernels.ffa_score import KernelScore, kernel_score
 from magi_flex.kernels.request import AttentionRequest, Bias, ScoreProgram, Softcap
 from magi_flex.kernels.score_distance import Lengths
@@ -22,7 +22,7 @@ def scale_and_score(request: AttentionRequest, backward: bool, pack: int) -> tup
 
     ``pack``: see :class:`magi_flex.kernels.ffa_score_inputs.Layout`.
 
-    Raises ValueError where the mod is no steps and no code can be made of it.
+    Raises NoCode where the mod is no steps and no code can be made of it.
     """
     score, q = request.score, request.q
     if score.is_identity:
@@ -31,7 +31,7 @@ def scale_and_score(request: AttentionRequest, backward: bool, pack: int) -> tup
     if score.steps is None:
         return request.scale, generated_score(score, q.device, backward, lengths, pack)
     if _reads_tables(score) and _is_code(score, backward):
-        with contextlib.suppress(ValueError):  # what has no code after all stays steps
+        with contextlib.suppress(NoCode):  # then it stays steps
             return request.scale, generated_score(score, q.device, backward, lengths, pack)
     scale, steps = leading_factors(request.scale, score.steps)
     return scale, kernel_score(steps) if steps else None
