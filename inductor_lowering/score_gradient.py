@@ -41,7 +41,7 @@ def has_gradient_of(recipe: Steps, joint: FxProgram, order: str, selection: Sele
     False where that cannot be seen.
     """
     first = joint.steps[-1][1][0]
-    if first is None:
+    if first is None:  # no gradient at all
         return False
     try:
         slope = _GradientAnalysis(joint.ending_at(first["node"]), order, selection).result().slope
@@ -121,5 +121,7 @@ class _GradientAnalysis(Analysis):
     def _subprogram(self, step: int) -> str:
         """As the mod's own graph has it, whose arguments do not include the gradient."""
         part = self.program.ending_at(step)
-        arguments = [n for n, x in enumerate(part.steps) if x[0] == "arg"]
-        return part.without_arguments([arguments[_GRADIENT]]).to_json()
+        gradient = [n for n, x in enumerate(part.steps) if x[0] == "arg"][_GRADIENT]
+        if any(gradient in part.references(n) for n in range(len(part.steps))):
+            raise Unrecognised
+        return part.without_arguments([gradient]).to_json()

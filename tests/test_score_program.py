@@ -222,8 +222,8 @@ def test_gradients_are_those_of_the_joint_graph() -> None:
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, atol=1e-4, rtol=1e-4)
 
 
-class TenthOfGradient(torch.autograd.Function):
-    """The identity, whose gradient is a tenth."""
+class PartOfGradient(torch.autograd.Function):
+    """The identity, whose gradient is a tenth and nothing where it is large."""
 
     generate_vmap_rule = True
 
@@ -237,15 +237,16 @@ class TenthOfGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 0.1
+        return (grad * 0.1).masked_fill(grad > 0.5, 0)
 
 
 OTHER_GRADIENTS: dict[str, Any] = {
     "detached": lambda s, b, h, q, k: s.detach(),
     "factor detached": lambda s, b, h, q, k: (s * 2).detach() + q * 0.01,
     "softcap detached": lambda s, b, h, q, k: torch.tanh(s.detach() / 5) * 5,
-    "own function": lambda s, b, h, q, k: TenthOfGradient.apply(s),
-    "own function before a softcap": lambda s, b, h, q, k: torch.tanh(TenthOfGradient.apply(s) / 5) * 5,
+    "own function": lambda s, b, h, q, k: PartOfGradient.apply(s),
+    "own function before a softcap": lambda s, b, h, q, k: torch.tanh(PartOfGradient.apply(s) / 5) * 5,
+    "own function beside a mask": lambda s, b, h, q, k: torch.where(q >= k, PartOfGradient.apply(s), -torch.inf),
     "detached beside a mask": lambda s, b, h, q, k: torch.where(q >= k, s.detach() * 2, -torch.inf),
 }
 
