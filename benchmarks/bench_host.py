@@ -73,8 +73,8 @@ def host_and_device_ms(work: Work, calls: int, rounds: int) -> tuple[float, floa
 def parts_timed() -> Iterator[dict[str, float]]:
     """Fills in, at the end, the median time in ms of a call of each part of ours."""
     parts = {
-        "plan": (plan_memo, "shared"),
-        "lookup": (ops, "_with_plan"),
+        "plan": (plan_memo, "expected"),
+        "lookup": (ops, "CallMods"),
         "forward": (ops, "run_forward"),
         "backward": (ops, "run_backward"),
     }

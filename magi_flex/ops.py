@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from magi_flex import plan_memo
+from magi_flex.call_mods import CallMods, to_share
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
 from magi_flex.kernels.checks import Layout, check_inputs
@@ -27,10 +28,11 @@ from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
-from magi_flex.kernels.request import IDENTITY, AttentionRequest, ScoreProgram
+from magi_flex.kernels.request import AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import BuiltMask, CallSpec, LabelledMask, MaskSpec, ScoreSpec, split_last
+from magi_flex.op_specs import CallSpec, LabelledMask, MaskSpec
+from magi_flex.plan_memo import HandledMask
 
 _library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
 
@@ -100,11 +102,9 @@ def plan_handle(
     A mask that is the same as in an earlier call is not planned again.
     """
 
-    def build() -> BuiltMask:
-        return MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
-
-    mask = plan_memo.shared(tensors, (spec, tuple(ints), batch, heads, q_len, kv_len, device), build)
-    return plan_memo.new_handle((spec, batch, heads, q_len, kv_len), mask)
+    lengths = (batch, heads, q_len, kv_len)
+    mask, verdict = plan_memo.expected(*to_share(tensors, ints, spec, lengths, device))
+    return plan_memo.new_handle(HandledMask((spec, *lengths), mask, verdict))
 
 
 @torch.library.register_fake("magi_flex::plan_handle", lib=_library)
@@ -296,29 +296,6 @@ def runner_of(mask: MaskSpec) -> Runner:
     return _sharded[0]
 
 
-def _with_plan(
-    q: Tensor,
-    k: Tensor,
-    handle: Tensor | None,
-    tensors: Sequence[Tensor],
-    ints: Sequence[int],
-    mask: str,
-    score: ScoreSpec,
-) -> tuple[MaskPlan, ScoreProgram]:
-    """(plan, score program); the plan is built again if there is none with this handle (any more)."""
-    sizes = (*q.shape[:3], k.shape[2])
-
-    def build() -> BuiltMask:
-        of_mask, _ = split_last(score.order, tensors, ints)
-        return MaskSpec.from_json(mask).build(*of_mask, *sizes, q.device)
-
-    built = build() if handle is None else plan_memo.of_handle(handle, (mask, *sizes), build)
-    if score.forward is None:
-        return built.plan, IDENTITY
-    _, of_score = split_last(score.order, tensors, ints)
-    return built.plan, score.build(*of_score, sizes, q.device, built.selected)
-
-
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def attention(
     q: Tensor,
@@ -331,9 +308,13 @@ def attention(
     call: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """A plan that was made before is taken at its word, and run again if its contents turn out to have changed: the
+    host asks when there is work for the device meanwhile."""
     spec = CallSpec.from_json(call)
-    found, program = _with_plan(q, k, plan, tensors, ints, mask, spec.score)
-    return run_forward(q, k, v, found, program, scale, *spec.forward_settings)
+    mods = CallMods(q, k, plan, tensors, ints, mask, spec.score)
+    settings = (mods.score(), scale, *spec.forward_settings)
+    result = run_forward(q, k, v, mods.plan, *settings)
+    return run_forward(q, k, v, mods.plan, *settings) if mods.correct() else result
 
 
 @torch.library.impl(_library, "sharded_attention", "CompositeExplicitAutograd")
@@ -450,8 +431,10 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     spec = CallSpec.from_json(call)
-    found, program = _with_plan(q, k, plan, tensors, ints, mask, spec.score)
-    return run_backward(q, k, v, out, lse, d_out, d_lse, found, program, scale, spec.backend, *spec.orders)
+    mods = CallMods(q, k, plan, tensors, ints, mask, spec.score)
+    mods.correct()
+    given = (q, k, v, out, lse, d_out, d_lse)
+    return run_backward(*given, mods.plan, mods.score(), scale, spec.backend, *spec.orders)
 
 
 @torch.library.impl(_library, "sharded_attention_backward", "CompositeExplicitAutograd")

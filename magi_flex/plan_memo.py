@@ -31,11 +31,34 @@ class _Entry:
     contents: tuple[Tensor, ...] = ()
 
 
+Verdict = Callable[[], bool]  # waits, and says whether tensors still hold what a plan was made from
+
+
+class HandledMask:
+    """The plan behind a handle, which is not certain as long as ``verdict`` is there."""
+
+    def __init__(self, identity: Hashable, mask: BuiltMask, verdict: Verdict | None = None):
+        self.identity = identity
+        self.mask = mask
+        self.verdict = verdict
+
+    @property
+    def is_certain(self) -> bool:
+        return self.verdict is None
+
+    def correct(self, build: Callable[[], BuiltMask]) -> bool:
+        """Waits for the verdict; whether it was another plan until now.  From then on it is the right one."""
+        verdict, self.verdict = self.verdict, None
+        if verdict is None or verdict():
+            return False
+        self.mask = build()
+        return True
+
+
 class _HandleMemory(bytearray):
     """Memory of a handle, which holds its plan: both are freed when the last tensor over it is."""
 
-    identity: Hashable
-    mask: BuiltMask
+    plan: HandledMask
 
 
 _MOST_BYTES = 1 << 26  # of tensors that copies are kept of
@@ -45,22 +68,22 @@ _handles: WeakValueDictionary[int, _HandleMemory] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def new_handle(identity: Hashable, mask: BuiltMask) -> Tensor:
+def new_handle(plan: HandledMask) -> Tensor:
     """int64 [1] on the CPU: a key for :func:`of_handle`, as long as its memory lives.
 
     64 random bits, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
     """
     memory = _HandleMemory(os.urandom(8))
-    memory.identity, memory.mask = identity, mask
+    memory.plan = plan
     handle = torch.frombuffer(memory, dtype=torch.int64)
     _handles[handle.item()] = memory
     return handle
 
 
-def of_handle(handle: Tensor, identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
-    """The plan of a handle, or a new one if it is a copy (or another process's) or not of this ``identity``."""
+def of_handle(handle: Tensor, identity: Hashable) -> HandledMask | None:
+    """The plan of a handle; None if it is a copy (or another process's) or not of this ``identity``."""
     memory = _handles.get(handle.item())
-    return memory.mask if memory is not None and memory.identity == identity else build()
+    return memory.plan if memory is not None and memory.plan.identity == identity else None
 
 
 def storage_key(owner: Tensor) -> int:
@@ -107,14 +130,53 @@ def known(tensors: Sequence[Tensor], identity: Hashable) -> Any | None:
     Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy,
     the static memory of CUDA graphs).
     """
-    entry = _find(_key(tensors, identity))
-    if entry is None or not all(map(torch.equal, _pieces(tensors), entry.contents)):
+    found = _noted(tensors, identity)
+    if found is None:
         return None
-    return entry.value
+    value, verdict = found
+    return value if verdict is None or verdict() else None
+
+
+def expected(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], T]) -> tuple[T, Verdict | None]:
+    """As :func:`shared`, without waiting for a GPU, and what will say whether it is right (None: it is)."""
+    found = _noted(tensors, identity)
+    if found is not None:
+        return found
+    value = build()
+    note(tensors, identity, value)
+    return value, None
 
 
 def _key(tensors: Sequence[Tensor], identity: Hashable) -> Hashable:
     return identity, *[(storage_key(x), x.dtype, x.shape, x.device) for x in tensors]
+
+
+def _noted(tensors: Sequence[Tensor], identity: Hashable) -> tuple[Any, Verdict | None] | None:
+    """What was noted for these tensors, and what will say whether it still holds (None: it does); None if not."""
+    entry = _find(_key(tensors, identity))
+    if entry is None:
+        return None
+    flags = []
+    for piece, copy in zip(_pieces(tensors), entry.contents, strict=True):
+        if piece.device.type == "cuda":
+            flags.append(_to_host((piece == copy).all()))
+        elif not torch.equal(piece, copy):
+            return None
+    return entry.value, (lambda: all(flag() for flag in flags)) if flags else None
+
+
+def _to_host(flag: Tensor) -> Verdict:
+    """Copies a bool from a GPU behind what its stream holds so far; the result waits for the copy."""
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(flag.device))
+
+    def wait() -> bool:
+        copied.synchronize()
+        return bool(host)
+
+    return wait
 
 
 def _find(key: Hashable) -> _Entry | None:
