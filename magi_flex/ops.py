@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,8 @@ from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
-from magi_flex.kernels.request import AttentionRequest, ScoreProgram
+from magi_flex.kernels.prepared import prepared_backward, prepared_forward
+from magi_flex.kernels.request import IDENTITY, AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import CallSpec, LabelledMask, MaskSpec
@@ -232,10 +234,16 @@ def run_forward(
 
     ``labelled``: the mask in place of ``plan``, where its flag says so.
     """
-    request = _request(q, k, v, plan, scale, score, max_score)
-    result = route(facts_of(request, needs_backward), backend).forward(request)
-    if labelled is not None:
-        label_attention.forward(request, labelled, result)
+    prepared = None
+    if score is IDENTITY and labelled is None and k.shape[0] == q.shape[0]:
+        prepared = prepared_forward(q, k, v, plan, scale, backend, needs_backward, max_score)
+    if prepared is not None:
+        result = prepared(q, k, v)
+    else:
+        request = _request(q, k, v, plan, scale, score, max_score)
+        result = route(facts_of(request, needs_backward), backend).forward(request)
+        if labelled is not None:
+            label_attention.forward(request, labelled, result)
     return in_order(result.out, out_order), result.lse, result.max_score
 
 
@@ -257,8 +265,14 @@ def run_backward(
     labelled: LabelledAttention | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(dq, dk, dv, gradients of the score mod's captures that want one, in order); ``labelled`` as in the forward."""
-    request = _request(q, k, v, plan, scale, score)
     d_out = torch.zeros_like(out) if d_out is None else d_out
+    prepared = None
+    if score is IDENTITY and labelled is None and d_lse is None and k.shape[0] == q.shape[0]:
+        prepared = prepared_backward(q, k, v, out, lse, d_out, plan, scale, backend)
+    if prepared is not None:
+        grads = prepared(q, k, v, out, lse, d_out)
+        return in_order(grads.dq, q_order), in_order(grads.dk, k_order), in_order(grads.dv, v_order), []
+    request = _request(q, k, v, plan, scale, score)
     grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
     if labelled is not None:
         label_attention.backward(request, labelled, out, lse, d_out, d_lse, grads)
@@ -475,3 +489,8 @@ def _fake_backward(
     wanted = [x for x, needed in zip(values, spec.score.needs_grad, strict=False) if needed]
     dq, dk, dv = (empty_in_order(x, x.shape, order) for x, order in zip((q, k, v), spec.orders, strict=True))
     return dq, dk, dv, [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted if x is not None]
+
+
+# What compiled code calls by the name of torch.ops.magi_flex.direct, see inductor_lowering/direct_calls.py.
+DIRECT = {f.__name__: f for f in (plan_handle, attention, attention_backward)}
+torch.ops.magi_flex.direct = SimpleNamespace(**DIRECT)

@@ -7,7 +7,9 @@ tensor was copied, or comes from another process).
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from magi_flex.kernels.contents import Contents, Verdict, contents_of
 
 if TYPE_CHECKING:
     from magi_flex.op_specs import BuiltMask
@@ -28,10 +32,7 @@ T = TypeVar("T")
 class _Entry:
     owner: StorageWeakRef
     value: Any
-    contents: tuple[Tensor, ...] = ()
-
-
-Verdict = Callable[[], bool]  # waits, and says whether tensors still hold what a plan was made from
+    contents: tuple[tuple[torch.device, Contents], ...] = ()
 
 
 class HandledMask:
@@ -62,22 +63,20 @@ class _HandleMemory(bytearray):
 
 
 _MOST_BYTES = 1 << 26  # of tensors that copies are kept of
-_EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # equal: same bits
 _entries: dict[Hashable, _Entry] = {}
 _handles: WeakValueDictionary[int, _HandleMemory] = WeakValueDictionary()
+# Counted from a random number, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
+_keys = itertools.count(int.from_bytes(os.urandom(8), sys.byteorder) >> 2)
 _lock = threading.Lock()
 
 
 def new_handle(plan: HandledMask) -> Tensor:
-    """int64 [1] on the CPU: a key for :func:`of_handle`, as long as its memory lives.
-
-    64 random bits, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
-    """
-    memory = _HandleMemory(os.urandom(8))
+    """int64 [1] on the CPU: a key for :func:`of_handle`, as long as its memory lives."""
+    key = next(_keys)
+    memory = _HandleMemory(key.to_bytes(8, sys.byteorder))
     memory.plan = plan
-    handle = torch.frombuffer(memory, dtype=torch.int64)
-    _handles[handle.item()] = memory
-    return handle
+    _handles[key] = memory
+    return torch.frombuffer(memory, dtype=torch.int64)
 
 
 def of_handle(handle: Tensor, identity: Hashable) -> HandledMask | None:
@@ -91,7 +90,9 @@ def storage_key(owner: Tensor) -> int:
     return owner.untyped_storage()._cdata
 
 
-def remember(key: Hashable, owner: Tensor, value: Any, contents: tuple[Tensor, ...] = ()) -> None:
+def remember(
+    key: Hashable, owner: Tensor, value: Any, contents: tuple[tuple[torch.device, Contents], ...] = ()
+) -> None:
     """Keep ``value`` under ``key`` until ``owner``'s memory is freed."""
     with _lock:
         for old in [k for k, entry in _entries.items() if entry.owner.expired()]:
@@ -120,8 +121,9 @@ def note(tensors: Sequence[Tensor], identity: Hashable, value: Any) -> None:
     Not for large tensors (``_MOST_BYTES``): their contents are copied.
     """
     if tensors and sum(x.nbytes for x in tensors) <= _MOST_BYTES:
-        contents = (piece.clone() if piece.device.type == "cpu" else piece for piece in _pieces(tensors))
-        remember(_key(tensors, identity), tensors[0], value, tuple(contents))
+        devices = dict.fromkeys(x.device for x in tensors)
+        contents = tuple((device, contents_of([x for x in tensors if x.device == device])) for device in devices)
+        remember(_key(tensors, identity), tensors[0], value, contents)
 
 
 def known(tensors: Sequence[Tensor], identity: Hashable) -> Any | None:
@@ -156,49 +158,18 @@ def _noted(tensors: Sequence[Tensor], identity: Hashable) -> tuple[Any, Verdict 
     entry = _find(_key(tensors, identity))
     if entry is None:
         return None
-    flags = []
-    for piece, copy in zip(_pieces(tensors), entry.contents, strict=True):
-        if piece.device.type == "cuda":
-            flags.append(_to_host((piece == copy).all()))
-        elif not torch.equal(piece, copy):
+    verdicts = []
+    for device, contents in entry.contents:
+        there = tensors if len(entry.contents) == 1 else [x for x in tensors if x.device == device]
+        same = contents.compare(there)
+        if same is False:
             return None
-    return entry.value, (lambda: all(flag() for flag in flags)) if flags else None
-
-
-def _to_host(flag: Tensor) -> Verdict:
-    """Copies a bool from a GPU behind what its stream holds so far; the result waits for the copy."""
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(flag.device))
-
-    def wait() -> bool:
-        copied.synchronize()
-        return bool(host)
-
-    return wait
+        if same is not True:
+            verdicts.append(same)
+    return entry.value, (lambda: all(verdict() for verdict in verdicts)) if verdicts else None
 
 
 def _find(key: Hashable) -> _Entry | None:
     with _lock:
         entry = _entries.get(key)
     return entry if entry is not None and not entry.owner.expired() else None
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that are equal where the given ones hold the same bits: on a CPU each by itself, on a GPU all together,
-    so that it is waited for once."""
-    found = [x if x.dtype in _EXACT else _bytes(x) for x in tensors if x.device.type == "cpu"]
-    if len(found) < len(tensors):
-        for device in dict.fromkeys(x.device for x in tensors if x.device.type != "cpu"):
-            there = [x for x in tensors if x.device == device]
-            as_they_are = there[0].dtype in _EXACT and all(x.dtype == there[0].dtype for x in there)
-            found.append(torch.cat([x.reshape(-1) if as_they_are else _bytes(x) for x in there]))
-    return found
-
-
-def _bytes(x: Tensor) -> Tensor:
-    flat = (x.detach() if x.requires_grad else x).reshape(-1)
-    if flat.stride(0) != 1:  # a strided line; a single element counts as contiguous, whatever its stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
