@@ -26,7 +26,7 @@ def prepared_forward(
         return route(facts_of(request, needs_backward), backend).prepare_forward(request)
 
     settings = (scale, backend, needs_backward, max_score, torch.are_deterministic_algorithms_enabled())
-    return kept(plan, ("forward", Layout.of(q, k, v), _aligned(q, k, v), settings), prepare)
+    return kept(plan, ("forward", Layout.of(q, k, v), _misaligned(q, k, v), settings), prepare)
 
 
 def prepared_backward(
@@ -40,10 +40,10 @@ def prepared_backward(
 
     others = (out.dtype, out.stride(), d_out.dtype, d_out.stride(), lse.stride())
     settings = (scale, backend, torch.are_deterministic_algorithms_enabled())
-    what = ("backward", Layout.of(q, k, v), others, _aligned(q, k, v, out, d_out), settings)
+    what = ("backward", Layout.of(q, k, v), others, _misaligned(q, k, v, out, d_out), settings)
     return kept(plan, what, prepare)
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether all addresses are multiples of 16 bytes: kernels may take other ways where they are not."""
-    return not any([x.data_ptr() & 15 for x in tensors])
+def _misaligned(*tensors: Tensor) -> tuple[int, ...]:
+    """How far each address is from a multiple of 16 bytes: kernels may take copies of tensors where it is."""
+    return tuple([x.data_ptr() % 16 for x in tensors])
