@@ -4,6 +4,11 @@ Every value of the program is described by what it is a function of: the score a
 the indices, or something that depends on few enough of them to be tabulated in O(tokens) memory.  ``d`` stands for
 q - k: a value that depends on q and k only through their difference is a table over distances.
 
+Steps are sums and products of float32 numbers.  Floats of a score mod stand for real numbers, so theirs may be taken
+apart into steps; whole numbers wrap around in their dtype (and True + True is True), or are too long for a float32, so
+theirs are taken apart only where their bounds exclude that, and are one table otherwise.  Index arithmetic is done in
+64 bits, as by eager calls.
+
 The result is a recipe (score_steps.py) of which the kernels' steps are made when the lengths and captures are known.
 """
 
@@ -23,6 +28,14 @@ SCORE, BATCH, HEAD, QUERY, KEY = range(5)  # positions of the arguments; capture
 _INDEX_NAMES = {BATCH: "b", HEAD: "h", QUERY: "q", KEY: "k"}
 CONSTANT = -1
 
+Bounds = tuple[int, int]  # least, most
+_NARROW: dict[torch.dtype | None, Bounds] = {
+    torch.bool: (0, 1),
+    **{x: (torch.iinfo(x).min, torch.iinfo(x).max) for x in (torch.uint8, torch.int8, torch.uint16, torch.int16)},
+}
+_FLOAT32_WHOLE = 1 << 24  # whole numbers up to here are exact
+_MODEST = 1e30  # factors and caps up to here, and down to its inverse, are float32 numbers as well
+
 Linear = dict[int, float]  # coefficient of each argument (an index or a captured int), CONSTANT for the constant
 
 
@@ -41,6 +54,7 @@ class _Value:
         distance: it is (slope step or None, factor, absolute): slope[h] * factor * (k - q) or its absolute value.
         axes: letters of "bhqkd" it depends on (at most one of q, k, d); None if it cannot be tabulated.
         terms: it is the sum of these recipe steps.
+        bounds: it is a whole number within these; None if not known.
     """
 
     step: int
@@ -49,6 +63,7 @@ class _Value:
     distance: tuple[int | None, float, bool] | None = None
     axes: str | None = ""
     terms: tuple[Recipe, ...] | None = None
+    bounds: Bounds | None = None
 
     @property
     def number(self) -> float | None:
@@ -58,7 +73,10 @@ class _Value:
 
 
 def recognise(program: FxProgram, order: str) -> tuple[Recipe, ...] | None:
-    """The steps that the score mod ``program`` consists of, or None.  ``order``: which captures are ints ("i")."""
+    """The steps that the score mod ``program`` consists of, or None.  ``order``: which captures are ints ("i").
+
+    ``program`` knows the dtypes of its trace.
+    """
     try:
         return _Analysis(program, order).result()
     except _Unrecognised:
@@ -87,9 +105,29 @@ class _Analysis:
             elif step[0] == "call":
                 value = self._call(number, step)
             else:
-                value = _Value(number)
+                value = self._value(number)
             self.values.append(value)
         raise _Unrecognised
+
+    def _value(self, number: int, axes: str | None = "", terms: tuple[Recipe, ...] | None = None) -> _Value:
+        """What is known of a step's value by its dtype and by what it depends on."""
+        return _Value(number, axes=axes, terms=terms, bounds=_NARROW.get(self.program.dtypes[number]))
+
+    def _is_float(self, number: int) -> bool:
+        dtype = self.program.dtypes[number]
+        return dtype is not None and dtype.is_floating_point
+
+    def _is_index(self, number: int, value: _Value) -> bool:
+        """Whether a step is arithmetic of indices as ``value`` is, in a dtype that holds indices."""
+        return (value.linear is not None or value.distance is not None) and not self._is_narrow(number)
+
+    def _is_narrow(self, number: int) -> bool:
+        return self.program.dtypes[number] in _NARROW
+
+    def _holds(self, number: int, bounds: Bounds | None) -> bool:
+        """Whether the dtype of a step, and float32, hold all whole numbers within ``bounds``."""
+        least, most = _NARROW.get(self.program.dtypes[number], (-_FLOAT32_WHOLE, _FLOAT32_WHOLE))
+        return bounds is not None and least <= bounds[0] and bounds[1] <= most
 
     # ---- operands -----------------------------------------------------------------------------------------------
 
@@ -100,7 +138,7 @@ class _Analysis:
             return _Value(number, linear={position: 1}, axes=_INDEX_NAMES[position])
         if self.order[position - len(_INDEX_NAMES) - 1] == "i":
             return _Value(number, linear={position: 1})
-        return _Value(number)
+        return self._value(number)
 
     def _operand(self, x: Any) -> _Value:
         if isinstance(x, dict) and "node" in x:
@@ -108,7 +146,7 @@ class _Analysis:
         if isinstance(x, dict) and "float" in x:
             x = float(x["float"])
         if isinstance(x, (int, float)):
-            return _Value(CONSTANT, linear={CONSTANT: int(x) if isinstance(x, bool) else x})
+            return _constant(int(x) if isinstance(x, bool) else x)
         return _Value(CONSTANT)
 
     def _union(self, values: Sequence[_Value]) -> str | None:
@@ -125,9 +163,7 @@ class _Analysis:
         if name == "aten::index":
             return self._index(number, args)
         if name == "aten::full":
-            constant = self._operand(args[1])
-            is_number = args[0] == [] and not isinstance(args[1], bool)
-            return replace(constant, step=number) if is_number else _Value(number)
+            return self._full(number, *args)
         if name in ("aten::_to_copy", "prims::convert_element_type"):
             dtype = kwargs.get("dtype") if name == "aten::_to_copy" else args[1]
             return self._convert(number, self._operand(args[0]), dtype)
@@ -143,10 +179,17 @@ class _Analysis:
             name = "other"
         return self._combine(number, name, operands)
 
+    def _full(self, number: int, size: Any, x: Any) -> _Value:
+        constant = self._operand(x)
+        whole = _is_whole(constant) and not self._is_narrow(number)
+        kept = constant.linear is not None and (whole or self._is_float(number) or self._holds(number, constant.bounds))
+        return replace(constant, step=number) if kept and size == [] else self._value(number)
+
     def _convert(self, number: int, value: _Value, dtype: Any) -> _Value:
+        """16-bit floats are what the score was traced in; kernels compute in float32, so nothing is rounded to them."""
         kept = dtype is None or getattr(torch, dtype["dtype"]).is_floating_point
-        integral = value.linear is not None and all(isinstance(c, int) for c in value.linear.values())
-        if kept or (integral and dtype["dtype"] in ("int64", "int32")):
+        whole = _is_whole(value) and dtype is not None and dtype["dtype"] in ("int64", "int32")
+        if kept or whole or self._holds(number, value.bounds):
             return replace(value, step=number)
         return self._combine(number, "other", [value])
 
@@ -156,11 +199,11 @@ class _Analysis:
             raise _Unrecognised
         axes = self._union(indices)
         linear = [i.linear for i in indices]
-        if any(i is None or not all(isinstance(c, int) for c in i.values()) for i in linear):
-            return _Value(number, axes=axes)
+        if not all(_is_whole(i) for i in indices):
+            return self._value(number, axes)
         tabulated = None if axes is None else self._table(number, axes)
         read = ("read", self._subprogram(base.step), [sorted(i.items()) for i in linear if i is not None], 1.0)
-        return _Value(number, axes=axes, terms=((*read, tabulated),))
+        return self._value(number, axes, ((*read, tabulated),))
 
     # ---- operators ----------------------------------------------------------------------------------------------
 
@@ -180,7 +223,7 @@ class _Analysis:
             return _Value(number, score=_softcap(operands[0].score), axes=None)
         if any(x.score is not None for x in operands):
             raise _Unrecognised
-        value = _Value(number, axes=self._union(operands))
+        value = self._value(number, self._union(operands))
         if name == "aten::abs" and operands[0].distance is not None:
             slope, factor, _ = operands[0].distance
             if slope is None:
@@ -188,11 +231,21 @@ class _Analysis:
         return value
 
     def _scaled(self, number: int | None, value: _Value, factor: float) -> _Value:
-        """``number``: the step that computes it; None where no step does, as what a difference takes away."""
+        """``number``: the step that computes it; None where no step does, as what a difference takes away.
+
+        Whole numbers are then those of a sum, which says whether its dtype holds them.
+        """
+        if not math.isfinite(factor):
+            raise _Unrecognised
+        bounds = None
+        if value.bounds is not None and isinstance(factor, int):
+            bounds = (min(x * factor for x in value.bounds), max(x * factor for x in value.bounds))
         if number is None:
             if value.axes is not None:
                 value = replace(value, terms=self._terms(value))
             number = value.step
+        elif not (self._is_float(number) or self._holds(number, bounds) or self._is_index(number, value)):
+            return self._value(number, value.axes)
         score = None if value.score is None else _then_multiply(value.score, factor)
         linear = None if value.linear is None else {arg: c * factor for arg, c in value.linear.items()}
         terms = None if value.terms is None else tuple(_scale_term(term, factor) for term in value.terms)
@@ -200,7 +253,7 @@ class _Analysis:
         if value.distance is not None:
             slope, before, absolute = value.distance
             distance = (slope, before * factor, absolute)
-        return _Value(number, score, linear, distance, value.axes, terms)
+        return _Value(number, score, linear, distance, value.axes, terms, bounds)
 
     def _sum(self, number: int, left: _Value, right: _Value) -> _Value:
         if left.score is not None and right.score is not None:
@@ -209,13 +262,18 @@ class _Analysis:
             score, other = (left, right) if left.score is not None else (right, left)
             assert score.score is not None
             return _Value(number, score=(*score.score, *self._terms(other)), axes=None)
-        if left.linear is not None and right.linear is not None:
+        if left.linear is not None and right.linear is not None and not self._is_narrow(number):
             linear = {arg: left.linear.get(arg, 0) + right.linear.get(arg, 0) for arg in {*left.linear, *right.linear}}
             return self._linear(number, linear)
-        terms = None
-        if self._has_terms(left) and self._has_terms(right):
-            terms = (*self._terms(left), *self._terms(right))
-        return _Value(number, axes=self._union([left, right]), terms=terms)
+        value = self._value(number, self._union([left, right]))
+        bounds = None
+        if left.bounds is not None and right.bounds is not None:
+            bounds = (left.bounds[0] + right.bounds[0], left.bounds[1] + right.bounds[1])
+        # Of float64, what remains of large numbers that cancel out would be lost.
+        real = self._is_float(number) and self.program.dtypes[number] != torch.float64
+        if not ((real or self._holds(number, bounds)) and self._has_terms(left) and self._has_terms(right)):
+            return value
+        return replace(value, terms=(*self._terms(left), *self._terms(right)), bounds=bounds)
 
     def _linear(self, number: int, linear: Linear) -> _Value:
         present = {arg for arg, c in linear.items() if c}
@@ -234,7 +292,7 @@ class _Analysis:
                 return self._scaled(number, value, factor.number)
         if left.score is not None or right.score is not None:
             raise _Unrecognised
-        product = _Value(number, axes=self._union([left, right]))
+        product = self._value(number, self._union([left, right]))
         for slope, value in ((left, right), (right, left)):
             if slope.axes in ("", "h") and value.distance is not None and value.distance[0] is None:
                 _, factor, absolute = value.distance
@@ -266,6 +324,14 @@ class _Analysis:
         return self.program.ending_at(step).to_json()
 
 
+def _constant(x: int | float) -> _Value:
+    return _Value(CONSTANT, linear={CONSTANT: x}, bounds=(x, x) if isinstance(x, int) else None)
+
+
+def _is_whole(value: _Value) -> bool:
+    return value.linear is not None and all(isinstance(c, int) for c in value.linear.values())
+
+
 def _scale_term(term: Recipe, factor: float) -> Recipe:
     kind = term[0]
     if kind == "constant":
@@ -289,6 +355,6 @@ def _softcap(steps: tuple[Recipe, ...]) -> tuple[Recipe, ...]:
     factor = 1.0
     if steps and steps[-1][0] == "multiply":
         factor, steps = steps[-1][1], steps[:-1]
-    if factor == 0:
+    if not 1 / _MODEST <= abs(factor) <= _MODEST:
         raise _Unrecognised
     return (*steps, ("softcap", 1 / factor), ("multiply", factor))

@@ -2,12 +2,13 @@
 
 A mod is written for one score: its leading arguments (score, b, h, q, k, ...) are 0-d when the graph is traced.  A
 kernel runs it on a tile, where these arguments broadcast against each other.  That is the same function only if every
-value that depends on them is 0-d in the traced graph and made by elementwise ops; the program is brought into that form
-here, or refused with the reason.
+value that depends on them is 0-d in the traced graph and made by elementwise ops, in the dtype that the trace has; the
+program is brought into that form here, or refused with the reason.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ _ELEMENTWISE_WITHOUT_TAG = {
     "aten::softshrink_backward",
     "prims::convert_element_type",
 }
+_ONE_OPERAND = {"aten::masked_fill", "aten::bucketize", "aten::searchsorted"}  # others do not decide on its dtype
 _SHAPE_ONLY = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::expand", "aten::detach", "aten::squeeze"}
 
 
@@ -64,6 +66,7 @@ class _TileProgramBuilder(ProgramBuilder):
         super().__init__(module)
         self.scalars = scalars
         self.grad_arg = grad_arg
+        self.work = torch.float32  # the least dtype that kernels hold scores in
         self.tiled: set[Node] = set()  # 0-d in the graph, one value per score in a kernel
         self.from_grad: set[Node] = set()  # linear in the gradient of the result
         self.partly_indexed: dict[Node, tuple[Node, list[Any]]] = {}  # captures indexed in their leading dims only
@@ -75,6 +78,8 @@ class _TileProgramBuilder(ProgramBuilder):
             if node.op == "placeholder":
                 if args < self.scalars:
                     self.tiled.add(node)
+                if args == 0 and _is_tensor(node):
+                    self.work = torch.promote_types(node.meta["val"].dtype, self.work)
                 if args == self.grad_arg:
                     self.from_grad.add(node)
                 args += 1
@@ -120,7 +125,33 @@ class _TileProgramBuilder(ProgramBuilder):
                 f"score_mod: {name} is no function of single elements; a score_mod sees one score, so reductions, "
                 f"sorting and top-k over queries or keys must be done before, and their result captured"
             )
-        return self.append_call(node, op, node.args, node.kwargs)
+        return self._append_elementwise(node, op, tiled_inputs)
+
+    def _append_elementwise(self, node: Node, op: torch._ops.OpOverload, tiled_inputs: list[Node]) -> None:
+        """The step of an op on tiles, which are converted where only the trace does that: among 0-d tensors all dtypes
+        count for the result's, while a 0-d tensor beside a tile of the same category does not."""
+        of_trace = dict(self.ids)
+        if op._schema.name not in _ONE_OPERAND:
+            known = [x for x in node.all_input_nodes if x not in self.tiled and _is_tensor(x)]
+            for x in tiled_inputs:
+                wanted = self._wanted_dtype(x, known)
+                if wanted is not None:
+                    converted = ["call", "aten::_to_copy", "", [self.encode(x)], {"dtype": self.encode(wanted)}]
+                    self.ids[x] = self.append(converted, dtype=wanted)
+        self.append_call(node, op, node.args, node.kwargs)
+        self.ids = {**of_trace, node: self.ids[node]}
+
+    def _wanted_dtype(self, tile: Node, known: list[Node]) -> torch.dtype | None:
+        """The dtype that ``tile`` has to have beside the 0-d tensors ``known``, if it is not its own."""
+        if not _is_tensor(tile):
+            return None
+        own = tile.meta["val"].dtype
+        others = [x.meta["val"].dtype for x in known]
+        others = [x for x in others if _category(x) == _category(own) != "bool"]
+        wanted = functools.reduce(torch.promote_types, others, own)
+        if wanted == torch.float64 and self.work != torch.float64:
+            wanted = torch.promote_types(own, torch.float32)  # what kernels compute in
+        return None if wanted == own else wanted
 
     def _index(self, node: Node, op: torch._ops.OpOverload) -> None:
         source, indices = node.args[0], list(node.args[1])
@@ -177,6 +208,17 @@ class _TileProgramBuilder(ProgramBuilder):
             else:
                 encoded.append(self.encode(x))
         return encoded
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _category(dtype: torch.dtype) -> str:
+    """What type promotion tells apart before sizes of dtypes count."""
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
 
 
 def _rank(node: Any) -> int:

@@ -74,10 +74,13 @@ class FxProgram:
     ["literal", values, dtype], ["sum", value] (a gradient's sum over all scores), or last ["return", values].
 
     ``steps`` refer to earlier ones by number ({"node": i}).  Devices are not stored: tensor creation runs on the
-    device of the inputs.  ``memo`` holds what was found out about the program, by whoever found it.
+    device of the inputs.  ``dtypes`` are those of the steps' values when the graph was traced (None: no tensor, or not
+    known), empty for a program that was made in another way.  ``memo`` holds what was found out about the program, by
+    whoever found it.
     """
 
     steps: tuple[Any, ...]
+    dtypes: tuple[torch.dtype | None, ...] = field(default=(), repr=False, compare=False)
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @functools.cached_property
@@ -91,7 +94,7 @@ class FxProgram:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are without the memo."""
-        return FxProgram, (self.steps,)
+        return FxProgram, (self.steps, self.dtypes)
 
     @staticmethod
     def from_graph(graph: Graph | GraphModule) -> FxProgram:
@@ -122,7 +125,8 @@ class FxProgram:
         kept = [n for n, s in enumerate(self.steps) if n in needed or s[0] == "arg"]
         renumbered = {old: new for new, old in enumerate(kept)}
         steps = [_renumber(self.steps[n], renumbered) for n in kept]
-        return FxProgram((*steps, ["return", {"node": renumbered[step]}]))
+        dtypes = (*(self.dtypes[n] for n in kept), None) if self.dtypes else ()
+        return FxProgram((*steps, ["return", {"node": renumbered[step]}]), dtypes)
 
     def references(self, step: int) -> list[int]:
         """The steps whose values ``step`` reads."""
@@ -143,7 +147,7 @@ class FxProgram:
     def with_reference(self, step: int, instead: int) -> FxProgram:
         """The program in which the value of step ``instead`` is used wherever that of ``step`` was."""
         numbers = {n: instead if n == step else n for n in range(len(self.steps))}
-        return FxProgram(tuple(_renumber(s, numbers) for s in self.steps))
+        return FxProgram(tuple(_renumber(s, numbers) for s in self.steps), self.dtypes)
 
     def without_arguments(self, unused: Collection[int]) -> FxProgram:
         """The program without these argument steps, which nothing refers to."""
@@ -284,10 +288,11 @@ class ProgramBuilder:
     def __init__(self, graph: Graph | GraphModule):
         self.module, self.graph = (None, graph) if isinstance(graph, Graph) else (graph, graph.graph)
         self.steps: list[Any] = []
+        self.dtypes: list[torch.dtype | None] = []
         self.ids: dict[Node, int] = {}
 
     def program(self) -> FxProgram:
-        return FxProgram(tuple(self.steps))
+        return FxProgram(tuple(self.steps), tuple(self.dtypes))
 
     def add(self, node: Node) -> None:
         """The step of ``node`` as it is."""
@@ -304,9 +309,11 @@ class ProgramBuilder:
         else:
             raise UnsupportedProgram(f"node {node.name} ({node.op} {node.target})")
 
-    def append(self, step: Any, node: Node | None = None) -> int:
-        """Returns the step's number, by which ``node`` is known from now on."""
+    def append(self, step: Any, node: Node | None = None, dtype: torch.dtype | None = None) -> int:
+        """Returns the step's number, by which ``node`` is known from now on.  ``dtype``: of what has no node."""
         self.steps.append(step)
+        value = None if node is None else node.meta.get("val")
+        self.dtypes.append(value.dtype if isinstance(value, Tensor) else dtype)
         if node is not None:
             self.ids[node] = len(self.steps) - 1
         return len(self.steps) - 1

@@ -40,7 +40,8 @@ _library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
 
 _library.define(
     "plan_handle(Tensor[] tensors, SymInt[] ints, str spec, SymInt batch, SymInt heads, SymInt q_len, SymInt kv_len, "
-    "Device device) -> Tensor"
+    "Device device) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),  # which Inductor does not tell from the handle: the tensors are on a GPU
 )
 # ``tensors`` and ``ints`` are those of the mask, then those of the score mod; ``mask`` a MaskSpec, ``call`` a CallSpec.
 # Where ranks share the sequence every rank has to take part, also one that has no rows, whose results nobody reads:

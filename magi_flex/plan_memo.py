@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,7 +64,8 @@ class _HandleMemory(bytearray):
 
 
 _MOST_BYTES = 1 << 26  # of tensors that copies are kept of
-_entries: dict[Hashable, _Entry] = {}
+_LOOKED_AT = 4  # entries, of which the dead are dropped, at each new one: more than come, and not all of them each time
+_entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # those that are looked at next come first
 _handles: WeakValueDictionary[int, _HandleMemory] = WeakValueDictionary()
 # Counted from a random number, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
 _keys = itertools.count(int.from_bytes(os.urandom(8), sys.byteorder) >> 2)
@@ -95,8 +97,11 @@ def remember(
 ) -> None:
     """Keep ``value`` under ``key`` until ``owner``'s memory is freed."""
     with _lock:
-        for old in [k for k, entry in _entries.items() if entry.owner.expired()]:
-            del _entries[old]
+        for old in list(itertools.islice(_entries, _LOOKED_AT)):
+            if _entries[old].owner.expired():
+                del _entries[old]
+            else:
+                _entries.move_to_end(old)
         _entries[key] = _Entry(StorageWeakRef(owner.untyped_storage()), value, contents)
 
 

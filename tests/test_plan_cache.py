@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from inductor_lowering.capture import trace_mask_mod
+from magi_flex import plan_memo
 from magi_flex.bit_tiles import count_bits
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import contents, plan_cache
@@ -155,3 +156,16 @@ def test_contents_of_any_strides() -> None:
         assert torch.equal(contents._bytes(x).view(x.dtype), x.flatten())
     word = numbers[3:4].as_strided((1, 1), (7, 4), 3)
     assert count_bits(word).tolist() == [[2, 0, 0, 0]]
+
+
+def test_dead_entries_go_while_others_live() -> None:
+    """However many live, each new entry takes as little time, and those of freed tensors are dropped soon."""
+    living = [torch.empty(1) for _ in range(200)]
+    for i, x in enumerate(living):
+        plan_memo.remember(("living", i), x, i)
+    values = [Counted(MaskPlan(RowIntervals.full(4, 4))) for _ in range(300)]
+    alive = [weakref.ref(x) for x in values]
+    for i in range(len(values)):
+        plan_memo.remember(("short", i), torch.empty(1), values.pop())
+    assert sum(x() is not None for x in alive) <= len(living) // 2
+    assert [plan_memo.recall(("living", i), lambda: -1) for i in range(len(living))] == list(range(len(living)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,24 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import magi_flex
-from inductor_lowering import translate
+import magi_flex.distributed.group_ops  # its operators
+from inductor_lowering import static_intervals, translate
+from inductor_lowering.capture import trace_mask_mod
 from magi_flex import mods, ops
 from magi_flex.kernels import label_attention
 from magi_flex.kernels.cpu import CpuBackend
 from magi_flex.kernels.label_attention import LabelledAttention
+from magi_flex.kernels.layout import dense_order
 from magi_flex.kernels.request import AttentionOutput, AttentionRequest
 from magi_flex.kernels.tiled_torch import TiledBackend
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import MaskSpec
+from magi_flex.op_specs import CallSpec, MaskSpec, ScoreSpec
 from tests.compiling import check_training, qkv
 
 S = 70
@@ -120,10 +127,63 @@ def test_intervals_that_depend_on_data(counts: Counts) -> None:
     dense = (ids[:, None] == ids) & torch.ones(S, S, dtype=torch.bool).tril()
     check_training(function, qkv(q_len=S), dense.view(1, 1, S, S), mask)
     assert counts.attention == 0 and counts.looked == 1
-    for op in (torch.ops.magi_flex.attention, torch.ops.magi_flex.attention_backward):
-        assert torch.Tag.cudagraph_unsafe in op.default.tags
-    for op in (torch.ops.magi_flex.planned_attention, torch.ops.magi_flex.planned_attention_backward):
-        assert torch.Tag.cudagraph_unsafe not in op.default.tags
+
+
+def test_which_ops_a_cuda_graph_may_hold() -> None:
+    """Those that look at nothing and keep nothing; Inductor captures what is not tagged and has an input on a GPU."""
+    in_graphs = {"plan_intervals", "plan_labels", "planned_attention", "planned_attention_backward", "shard_offset"}
+    names = [
+        name.removeprefix("magi_flex::") for name in torch._C._dispatch_get_all_op_names() if "magi_flex::" in name
+    ]
+    assert in_graphs < set(names) and "plan_handle" in names and "localize_handle" in names
+    for name in names:
+        unsafe = torch.Tag.cudagraph_unsafe in getattr(torch.ops.magi_flex, name).default.tags
+        assert unsafe == (name not in in_graphs), name
+
+
+class Allocations(TorchDispatchMode):
+    """Sees what operators return that is not in the memory of ``before``."""
+
+    def __init__(self, before: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.before = {x.untyped_storage()._cdata for x in before}
+        self.memory: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        found = (x.untyped_storage() for x in tree_leaves(results) if isinstance(x, Tensor))
+        self.memory += [StorageWeakRef(x) for x in found if x._cdata not in self.before]
+        return results
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(not x.expired() for x in self.memory)
+
+
+@pytest.mark.parametrize("kind", ["no mask", "key range", "labels"])
+def test_nothing_is_kept_of_what_a_cuda_graph_owns(kind: str) -> None:
+    """Neither of a capture nor of the run before it, which only the memory's owner tells from another."""
+    size = 53
+    q, k, v = qkv(q_len=size, grad=False)
+    order = tuple(dense_order(q))
+    row = torch.arange(size)
+    masks = {
+        "key range": lambda b, h, q, k: (k >= row[q] // 20 * 20) & (k <= q),
+        "labels": lambda b, h, q, k: (row[q] // 20 == row[k] // 20) & (k <= q),
+    }
+    program, captures = trace_mask_mod(masks.get(kind, masks["labels"]))
+    mask = MaskSpec(program.to_json(), "t" * len(captures)).to_json()
+    make_plan = {"key range": ops.plan_intervals, "labels": ops.plan_labels}.get(kind, lambda *args: ())
+    forward, backward = (CallSpec(ScoreSpec(), "tiled", (order,) * n).to_json() for n in (1, 3))
+    with Allocations((q, k, v, *captures)) as seen:
+        plan = list(make_plan(captures, [], mask, 2, 4, size, size, q.device))[:3]
+        results = [*ops.planned_attention(q, k, v, plan, [], [], [], forward, 0.25)]
+        given = (q, k, v, *results[:2], results[0], None)
+        results += ops.planned_attention_backward(*given, plan, [], [], [], backward, 0.25)
+        assert seen.alive()
+        del plan, results, given
+        static_intervals._indices.cache_clear()  # which are on the CPU
+        assert not seen.alive()
 
 
 @pytest.fixture

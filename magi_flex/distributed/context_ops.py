@@ -34,7 +34,8 @@ _library = torch.library.Library("magi_flex", "FRAGMENT")  # noqa: TOR901
 _MESH_ARGS = "int[] mesh_ranks, int[] mesh_shape"
 _library.define(
     "localize_handle(Tensor handle, SymInt batch, SymInt heads, "
-    f"{_MESH_ARGS}, int[] batch_dims, int[] head_dims, int[] sequence_dims) -> Tensor"
+    f"{_MESH_ARGS}, int[] batch_dims, int[] head_dims, int[] sequence_dims) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 _library.define(f"shard_offset(Tensor like, SymInt size, {_MESH_ARGS}, int[] mesh_dims) -> Tensor")
 
@@ -90,7 +91,8 @@ def shard_offset(
     like: Tensor, size: int, mesh_ranks: Sequence[int], mesh_shape: Sequence[int], mesh_dims: Sequence[int]
 ) -> Tensor:
     """int64 ``[]`` on the device of ``like``: :func:`_shard_offset`, found when a graph runs."""
-    return torch.tensor(_shard_offset(size, mesh_ranks, mesh_shape, mesh_dims), device=like.device)
+    offset = _shard_offset(size, mesh_ranks, mesh_shape, mesh_dims)
+    return torch.full((), offset, dtype=torch.int64, device=like.device)  # not copied there: CUDA graphs may hold it
 
 
 @torch.library.register_fake("magi_flex::shard_offset", lib=_library)

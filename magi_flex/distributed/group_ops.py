@@ -20,6 +20,7 @@ from magi_flex.distributed.group_work import start_group_cast, start_group_reduc
 
 LN_2 = math.log(2)
 INDICES = 4  # index tensors and counts of a plan
+_READS_COUNTS = (torch.Tag.cudagraph_unsafe,)  # of rows, which a replay would not do again
 
 
 def cast(tensors: list[Tensor], plan: GroupPlan, group_name: str) -> list[Tensor]:
@@ -56,7 +57,7 @@ def _plan(in_rows: int, out_rows: int, *tensors: Any) -> GroupPlan:
     return GroupPlan(in_rows, out_rows, *indices, native=NativePlan(*native) if native else None)
 
 
-@torch.library.custom_op("magi_flex::group_cast", mutates_args=())
+@torch.library.custom_op("magi_flex::group_cast", mutates_args=(), tags=_READS_COUNTS)
 def _cast(
     tensors: Sequence[Tensor],
     send_index: Tensor,
@@ -77,7 +78,7 @@ def _(tensors, send_index, send_counts, recv_counts, recv_index, native, in_rows
     return [x.new_empty(out_rows, *x.shape[1:]) for x in tensors]
 
 
-@torch.library.custom_op("magi_flex::group_reduce", mutates_args=())
+@torch.library.custom_op("magi_flex::group_reduce", mutates_args=(), tags=_READS_COUNTS)
 def _reduce(
     tensors: Sequence[Tensor],
     send_index: Tensor,
