@@ -135,6 +135,10 @@ def quick_intervals(
     Raises UnsupportedMask where the program is no mask.
     """
     args = (program, captures, batch, heads, q_len, kv_len, device)
+    kinds = tuple((x.dtype, x.shape) if isinstance(x, Tensor) else x for x in captures)
+    refused = ("no quick intervals", kinds, batch, heads, q_len, kv_len)  # contents do not matter
+    if refused in program.memo:
+        return None
     try:
         return static_intervals(*args).trim(), "static"
     except NotStatic:
@@ -142,6 +146,7 @@ def quick_intervals(
     try:
         intervals, holds = labelled_intervals(*args).packed()
     except NotStatic:
+        program.recall(refused, lambda: None)
         return None
     return (intervals.trim(), "packed labels") if bool(holds) else None
 

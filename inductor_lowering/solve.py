@@ -178,6 +178,9 @@ class Solver:
         operands = self.program.axis_operands(formula.step)
         if operands is None:
             raise TooManyIntervals(f"{formula.reason}, which holds whole tensors")
+        indices = {self.program.steps[i].args[0] for i in operands if self.program.steps[i].kind == "index"}
+        if indices >= {"q", "k"}:  # no two rows and no two keys are alike
+            raise TooManyIntervals(f"{formula.reason}, which is not constant over runs of queries and keys")
         values = {i: self.program.axis_value(i) for i in operands}
         by_row = {i: x for i, x in values.items() if "k" not in self.program.steps[i].depends}
         by_key = {i: x for i, x in values.items() if i not in by_row}

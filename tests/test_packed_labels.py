@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inductor_lowering import packed_labels
 from inductor_lowering.capture import trace_mask_mod
 from inductor_lowering.packed_labels import LabelledIntervals, labelled_intervals, quick_intervals
-from inductor_lowering.static_intervals import NotStatic
+from inductor_lowering.static_intervals import NotStatic, static_intervals
 from magi_flex import mods
 from magi_flex.op_specs import MaskSpec, split_captures
 from tests.cases.masks import dense_mask
@@ -110,6 +111,23 @@ def test_quick_intervals() -> None:
         assert (None if quick is None else quick[1]) == rule
         if quick is not None:
             assert torch.equal(quick[0].to_dense(), dense_mask(mask_mod, 1, 1, S, S))
+
+
+def test_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program at given lengths, with captures of given kinds; nothing else is taken for them."""
+    tried: list[Any] = []
+
+    def watched(*args: Any) -> Any:
+        tried.append(args)
+        return static_intervals(*args)
+
+    monkeypatch.setattr(packed_labels, "static_intervals", watched)
+    table = torch.rand(S, S) < 0.5
+    program, captures = trace_mask_mod(lambda b, h, q, k: table[q, k])
+    for other in (captures, (~table,)):
+        assert quick_intervals(program, other, 1, 1, S, S, "cpu") is None and len(tried) == 1
+    assert quick_intervals(program, captures, 1, 1, S, S - 1, "cpu") is None and len(tried) == 2
+    assert quick_intervals(program, (table[:, : S - 2],), 1, 1, S, S - 2, "cpu") is None and len(tried) == 3
 
 
 def test_another_default_device() -> None:
