@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from magi_flex import plan_memo
+from magi_flex.kernels.cuda_driver import stream_of
 from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.op_specs import BuiltMask, MaskSpec, ScoreSpec, split_last
 from magi_flex.plan_memo import HandledMask
-from magi_flex.score_steps import Sizes
-
-
-def to_share(
-    tensors: Sequence[Tensor], ints: Sequence[int], spec: str, lengths: Sizes, device: torch.device
-) -> tuple[Sequence[Tensor], Hashable, Callable[[], BuiltMask]]:
-    """Arguments of plan_memo.shared."""
-
-    def build() -> BuiltMask:
-        return MaskSpec.from_json(spec).build(tensors, ints, *lengths, device)
-
-    return tensors, (spec, tuple(ints), lengths, device), build
 
 
 class CallMods:
@@ -40,17 +28,18 @@ class CallMods:
         score: ScoreSpec,
     ) -> None:
         self._given = (tensors, ints, mask, score, (*q.shape[:3], k.shape[2]), q.device)
-        found = None if handle is None else plan_memo.of_handle(handle, (mask, *self._given[4]))
-        self._found = found or HandledMask(None, self._build())
+        identity = (mask, *self._given[4], stream_of(q.device))
+        found = None if handle is None else plan_memo.of_handle(handle, identity)
+        self._found = found or HandledMask(None, self._find())
         # Where the plan is another one than that of the mask, a score mod could be asked for pairs that the mask leaves
         # out, and read its captures out of bounds.
         if score.forward is not None:
             self.correct()
 
-    def _build(self) -> BuiltMask:
+    def _find(self) -> BuiltMask:
         tensors, ints, mask, score, sizes, device = self._given
         of_mask, _ = split_last(score.order, tensors, ints)
-        return plan_memo.shared(*to_share(*of_mask, mask, sizes, device))
+        return MaskSpec.from_json(mask).shared(*of_mask, *sizes, device)
 
     @property
     def plan(self) -> MaskPlan:
@@ -58,7 +47,7 @@ class CallMods:
 
     def correct(self) -> bool:
         """Waits until the plan is certain, see :class:`HandledMask`."""
-        return not self._found.is_certain and self._found.correct(self._build)
+        return not self._found.is_certain and self._found.correct(self._find)
 
     def score(self) -> ScoreProgram:
         tensors, ints, _, score, sizes, device = self._given

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from magi_flex import plan_memo
-from magi_flex.call_mods import CallMods, to_share
+from magi_flex.call_mods import CallMods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
 from magi_flex.kernels.checks import Layout, check_inputs
+from magi_flex.kernels.cuda_driver import stream_of
 from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
@@ -104,10 +105,9 @@ def plan_handle(
 
     A mask that is the same as in an earlier call is not planned again.
     """
-
-    lengths = (batch, heads, q_len, kv_len)
-    mask, verdict = plan_memo.expected(*to_share(tensors, ints, spec, lengths, device))
-    return plan_memo.new_handle(HandledMask((spec, *lengths), mask, verdict))
+    sizes = (batch, heads, q_len, kv_len)
+    mask, verdict = MaskSpec.from_json(spec).expected(tensors, ints, *sizes, device)
+    return plan_memo.new_handle(HandledMask((spec, *sizes, stream_of(device)), mask, verdict))
 
 
 @torch.library.register_fake("magi_flex::plan_handle", lib=_library)
