@@ -126,6 +126,9 @@ FFA_DEVICE void reduce_add_global_v4(float* global, float x, float y, float z, f
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
+FFA_DEVICE void reduce_add_global(float* global, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");
+}
 FFA_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's committed stores still read their shared memory.
 template <int kPending> FFA_DEVICE void bulk_wait_read() {
