@@ -207,7 +207,9 @@ class FfaBackend(Backend):
         dk, dv = (empty_like_filled(x, x.shape, torch.float32 if request.wide_results else x.dtype) for x in (k, v))
         scale, score = scale_and_score(request, backward=True, pack=1)
         gradients = (
-            score.gradients if score and any(request.score.needs_grad) else lambda: (None,) * len(request.score.captures)
+            score.gradients
+            if score and any(request.score.needs_grad)
+            else lambda: (None,) * len(request.score.captures)
         )
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
