@@ -188,14 +188,15 @@ class _Writer(ScoreWalk):
         for step, what in self.graph.sums.items():
             name, buffer = launch.inputs["sum", step]
             memory = f"static_cast<float*>(const_cast<void*>({name}))"
-            if what.kind == "pair":
-                memory += f" + (blockIdx.x & ({name}_size0 - 1)) * {name}_stride0"
             if what.kind == "distance":
                 assert layout is not None
                 head = f"head.first * static_cast<{place_type}>({name}_stride0) + " if buffer.shape[0] > 1 else ""
                 place = f"{head}static_cast<{place_type}>({launch.inputs['first'][0]})"
             elif what.indices:
                 place, inside, _ = self._offset(step, self.decode(list(what.indices)), name, place_type, 1)
+                if what.kind == "pair":  # the copy of this thread block
+                    copy = f"static_cast<int>(blockIdx.x & ({name}_size0 - 1)) * static_cast<int>({name}_stride0)"
+                    place = f"{self.code.define('int', copy, NO_AXES)} + {place}"
                 place = f"{inside} ? {place} : -1" if inside else place
             else:
                 place = "0"

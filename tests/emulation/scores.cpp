@@ -6,7 +6,7 @@
 #include "score_math.cuh"
 
 // Adds up the gradients of what a mod captures, where those of its results are given (NaN: the pair does not attend);
-// each row in a copy of its own.
+// each head in a copy of its own.
 template <class Mod>
 void add_up([[maybe_unused]] const void* params, [[maybe_unused]] const float* scores,
             [[maybe_unused]] const float* gradients, [[maybe_unused]] const int* sizes) {
@@ -14,10 +14,10 @@ void add_up([[maybe_unused]] const void* params, [[maybe_unused]] const float* s
         const auto& given = *static_cast<const typename Mod::Params*>(params);
         for (int b = 0; b < sizes[0]; ++b) {
             for (int h = 0; h < sizes[1]; ++h) {
+                ++blockIdx.x;
                 const auto head = Mod::of_head(given, b, h);
                 for (int q = 0; q < sizes[2]; ++q) {
                     const auto row = Mod::of_row(given, head, q - 3, 3, sizes[2] - 1);
-                    blockIdx.x = q;
                     for (int k = 0; k < sizes[3]; ++k, ++scores, ++gradients) {
                         if (*gradients != *gradients) continue;
                         const auto key = Mod::of_key(given, head, k - 8, 8, sizes[3] - 1);

@@ -30,8 +30,9 @@ template <class C, class Mod, int kSums = Mod::kSums> struct CaptureSums {
     float total[kSums][2] = {};  // head, pair: one; key: of key lane / 4 and of the one eight further
     Place place[kSums] = {};     // pair
 
-    FFA_DEVICE void add_to_memory(int sum, Place at, float value) const {
-        if (at >= 0 && value != 0.0f) ptx::reduce_add_global(Mod::sum(params.score_params, sum) + at, value);
+    FFA_DEVICE void add_to_memory(int sum, Place at, float value, bool wanted = true) const {
+        wanted = wanted && at >= 0 && value != 0.0f;
+        ptx::reduce_add_global(Mod::sum(params.score_params, sum) + at, value, wanted);
     }
 
     FFA_DEVICE int first_key() const { return item.key_begin + key_offset; }  // of the warp
@@ -154,12 +155,10 @@ template <class C, class Mod> struct StepSums {
 
     FFA_DEVICE void add_pair(int n, Place at, float value) {
         float& total = sums.total[n][0];
-        if (at != sums.place[n]) {
-            sums.add_to_memory(n, sums.place[n], total);
-            sums.place[n] = at;
-            total = 0.0f;
-        }
-        total += value;
+        const bool moves = at != sums.place[n];
+        sums.add_to_memory(n, sums.place[n], total, moves);
+        total = moves ? value : total + value;
+        sums.place[n] = at;
     }
 
     // `values` and `places` of the pairs 4 j, ... of the fragment.
