@@ -141,6 +141,13 @@ def test_only_wanted_gradients_are_summed() -> None:
         assert code is not None and not code.has_sums and "kSums = 0;" in code.text
 
 
+def test_code_serves_any_number_of_heads() -> None:
+    score = program(*LEARNED["t5"][:2])
+    codes = {generated_score(score, CPU, True, Lengths(heads, Q_LEN, KV_LEN), 1).generated for heads in (1, HEADS)}
+    (code,) = codes
+    assert code is not None and "head.first * " in code.text
+
+
 def test_small_tensors_have_copies() -> None:
     assert [_copies(n) for n in (0, 1, 127, 8192, 8193, 1 << 19, (1 << 19) + 1, 1 << 20, 1 << 40)] == [
         *(128, 128, 128, 128, 64, 2, 1, 1, 1)

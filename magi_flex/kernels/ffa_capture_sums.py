@@ -91,14 +91,13 @@ class SumMemory:
         lengths: Lengths,
         device: torch.device,
     ) -> SumMemory:
-        sizes: dict[int, tuple[int, ...]] = {}
-        for step, found in sums.items():
+        def size(step: int, found: CaptureSum) -> tuple[int, ...]:
             if found.kind == "distance":
-                sizes[step] = (lengths.heads if None in found.by_distance else 1, lengths.distances)
-            else:
-                sizes[step] = (_copies(math.prod(shapes[step])) if found.kind == "pair" else 1, *shapes[step])
-        parts = torch.zeros(sum(map(math.prod, sizes.values())), device=device).split([*map(math.prod, sizes.values())])
-        buffers = {step: part.view(size) for (step, size), part in zip(sizes.items(), parts, strict=True)}
+                return (lengths.heads if None in found.by_distance else 1, lengths.distances)
+            return (_copies(math.prod(shapes[step])) if found.kind == "pair" else 1, *shapes[step])
+
+        # Each has memory of its own, since it may become a result.
+        buffers = {step: torch.zeros(size(step, found), device=device) for step, found in sums.items()}
         return SumMemory(shapes, buffers, gathers)
 
     def totals(self, steps: Sequence[int]) -> list[Tensor | None]:

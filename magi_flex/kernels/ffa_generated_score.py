@@ -21,7 +21,7 @@ their indices are in bounds for all pairs, and on how tables by distance and hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -182,15 +182,14 @@ class _Writer(ScoreWalk):
             terms.append(self.code.define(offset, f"{at} * {stride}", index.axes))
         return " + ".join(terms), " && ".join(inside), NO_AXES.union(*(index.axes for index in indices))
 
-    def sums(self, launch: LaunchArguments, layout: Layout | None, buffers: Mapping[int, Tensor]) -> list[_Sum]:
+    def sums(self, launch: LaunchArguments, place_type: str) -> list[_Sum]:
         """The code of the graph's sums."""
-        place_type, found = _place_type(buffers), []
+        found = []
         for step, what in self.graph.sums.items():
-            name, buffer = launch.inputs["sum", step]
+            name, _ = launch.inputs["sum", step]
             memory = f"static_cast<float*>(const_cast<void*>({name}))"
             if what.kind == "distance":
-                assert layout is not None
-                head = f"head.first * static_cast<{place_type}>({name}_stride0) + " if buffer.shape[0] > 1 else ""
+                head = f"head.first * static_cast<{place_type}>({name}_stride0) + " if None in what.by_distance else ""
                 place = f"{head}static_cast<{place_type}>({launch.inputs['first'][0]})"
             elif what.indices:
                 place, inside, _ = self._offset(step, self.decode(list(what.indices)), name, place_type, 1)
@@ -245,12 +244,11 @@ def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout:
     for graph in graphs:
         graph.add_inputs(launch, score.captures, by_distance)
     memory = graphs[-1].add_sums(launch, score.captures, layout.lengths, by_distance) if wanted else None
-    buffers = memory.buffers if memory else {}
 
     def generate() -> tuple[GeneratedCode | str, list[Graph]]:
         """The code, or why there is none; and the graphs, so that they live as long as their ids."""
         try:
-            text = _text(launch, by_distance, places, graphs, buffers)
+            text = _text(launch, by_distance, places, graphs)
             return GeneratedCode(text, launch.format or "q", bool(wanted)), graphs
         except UnsupportedProgram as error:
             return str(error), graphs
@@ -282,25 +280,16 @@ def _places(launch: LaunchArguments, index_map: IndexMap) -> dict[str, str]:
     return found
 
 
-def _place_type(buffers: Mapping[int, Tensor]) -> str:
-    """For places in all of the tensors that sums are added to."""
-    return "int64" if any(offset_type(buffer) == "int64" for buffer in buffers.values()) else "int"
-
-
-def _text(
-    launch: LaunchArguments,
-    layout: Layout | None,
-    places: dict[str, str],
-    graphs: Sequence[Graph],
-    buffers: Mapping[int, Tensor],
-) -> str:
+def _text(launch: LaunchArguments, layout: Layout | None, places: dict[str, str], graphs: Sequence[Graph]) -> str:
     """The header, from the score's graph and, for the backward kernels, that of its gradient."""
     code, derivative, sums = _Code(), "grad", list[_Sum]()
+    buffers = (launch.inputs["sum", step][1] for step in graphs[-1].sums)
+    place_type = "int64" if "int64" in map(offset_type, buffers) else "int"
     result = _Writer(graphs[0], launch, layout, code).result()
     apply = list(code.lines[""])
     if len(graphs) > 1:
         writer = _Writer(graphs[1], launch, layout, code)
-        derivative, sums = writer.result(), writer.sums(launch, layout, buffers)
+        derivative, sums = writer.result(), writer.sums(launch, place_type)
 
     def level(name: str, places_here: dict[str, str], parameters: str) -> list[str]:
         kind = name.capitalize()
@@ -342,7 +331,7 @@ def _text(
         text += function(", float& slope", ["const float grad = 1.0f;", *code.lines[""], f"slope *= {derivative};"])
     if sums:
         lines = [*apply, f"const float grad = gradient({result});", *code.lines[""][len(apply) :]]
-        text += _sums_text(sums, _place_type(buffers), lines, derivative)
+        text += _sums_text(sums, place_type, lines, derivative)
     return "\n".join([*text, "};", "}  // namespace score_math", ""])
 
 

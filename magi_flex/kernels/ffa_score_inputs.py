@@ -189,6 +189,7 @@ class Graph:
                 assert layout is not None
                 where = (shapes[number], lengths, layout.head_offset, layout.pack, launch.device)
                 gathers[number] = gather(what.by_distance, *where)
+                launch.add("first", lengths.first)
         memory = SumMemory.of(self.sums, shapes, gathers, lengths, launch.device)
         for number, buffer in memory.buffers.items():
             launch.add(("sum", number), buffer)
