@@ -5,9 +5,8 @@
 
 Every mod is run as the steps that it is recognised as, where there are such, and as generated code; a plain call stands
 beside all of them, and with ``--beside`` PyTorch's compiled FlexAttention and our Triton kernels with the same mod.
-With ``--learned`` the backward also gives the gradients of what the mods capture.  Times are of the backend's forward
-and backward with plans made before, in turns;
-the figure is the median over rounds.
+With ``--learned`` the backward also gives the gradients of what the mods capture (ffa_mods_learned.json).  Times are of
+the backend's forward and backward with plans made before, in turns; the figure is the median over rounds.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ def main() -> None:
     parser.add_argument("--beside", default="", help="flex, triton or both: others with the same mods")
     parser.add_argument("--learned", action="store_true", help="with the gradients of what the mods capture")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_mods.json is written")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="where the results are written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         leave("needs a Hopper GPU")
@@ -255,7 +254,7 @@ def main() -> None:
             found = measure(mod, mask, args.length, args.dim, work, args.rounds)
             print(f"{mask}, {mod}:\n{table(found)}", flush=True)
             rows += found
-    print("written:", write_results("ffa_mods", rows, args.directory))
+    print("written:", write_results("ffa_mods_learned" if args.learned else "ffa_mods", rows, args.directory))
 
 
 if __name__ == "__main__":

@@ -391,7 +391,9 @@ class MaskProgram:
                         memo[i] = self._run_scalar(step, lambda x: value(x.step))
                 return memo[i]
 
-            return value(at)
+            out = value(at)
+            memo.clear()  # value refers to itself
+            return out
 
         mapped = single
         for position in reversed(range(len(axes))):
