@@ -263,13 +263,12 @@ def all_kinds(scale: Tensor, table: Tensor, gates: Tensor, bias: Tensor, keys: T
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", [64, 192])
-def test_gradients_of_captures(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     always_sum_dq(monkeypatch)
     cases = ((documents, (127, 257)), (scattered, (129, 150)), (causal, (1, 5)))
-    for seed, (plan, (q_len, kv_len)) in enumerate(cases[: 3 if dim == 64 else 2]):
+    for seed, (plan, (q_len, kv_len)) in enumerate(cases):
         emulator.install(monkeypatch, seed)
-        q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, dim, dim, torch.bfloat16))
+        q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
         d_lse = torch.randn(q.shape[:3])
         shapes = ((HEADS,), (HEADS, 16), (max(q_len, kv_len),), (1, HEADS, q_len, kv_len), (2, HEADS, kv_len), (13,))
         captures = [torch.rand(shape).add(0.2).requires_grad_() for shape in shapes]

@@ -233,7 +233,7 @@ def test_values_do_not_outlive_a_run() -> None:
     gc.collect()
     gc.disable()
     try:
-        (out,) = program.run([place * 0.5, *[place] * 4, captured], torch.device("cpu"))
+        out = program.run([place * 0.5, *[place] * 4, captured], torch.device("cpu"))
         del captured
         assert held() is None
     finally:
