@@ -33,10 +33,6 @@ def learned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.rand(shape) + 0.3).to(dtype).requires_grad_()
 
 
-def tables(count: int) -> Callable[..., ScoreMod]:
-    return lambda *x: mods.separable_bias((3, 8) if count == 2 else (2, 3, 4), *x)
-
-
 def relative(table: Tensor) -> ScoreMod:
     return mods.relative_table(table, KV_LEN - 1)
 
@@ -47,27 +43,20 @@ def cap(x: Tensor) -> ScoreMod:
 
 # Each with the kinds of its sums.
 LEARNED: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...], str]] = {
-    "temperature": (mods.temperature, (learned(),), "head"),
     "temperature_per_head": (mods.temperature, (learned(HEADS, dtype=torch.bfloat16),), "head"),
     "query_temperature": (mods.query_temperature, (learned(Q_LEN),), "row"),
-    "cap": (lambda x: lambda s, b, h, q, k: x * torch.tanh(s / x), (learned(),), "head"),
     "cap_per_head": (cap, (learned(HEADS),), "head head"),
     "alibi": (mods.alibi, (learned(HEADS),), "head"),
     "decay": (mods.decay, (learned(HEADS, dtype=torch.float64),), "head"),
-    "log_gates": (mods.log_gates, (learned(LONGEST),), "key row"),
     "log_gates_of_heads": (mods.log_gates, (learned(BATCH, HEADS, LONGEST, dtype=torch.float16),), "key row"),
     "relative_table": (relative, (learned(HEADS, Q_LEN + KV_LEN - 1),), "distance"),
-    "one_relative_table": (lambda t: lambda s, b, h, q, k: s + t[q - k], (learned(2 * LONGEST),), "distance"),
     "t5": (lambda t: mods.t5_bias(t, 16), (learned(HEADS, 8),), "distance"),
-    "t5_both_ways": (lambda t: mods.t5_bias(t.T, 16, True), (learned(8, HEADS),), "distance"),
     "pair_bias": (mods.pair_bias, (learned(BATCH, HEADS, Q_LEN, KV_LEN),), "pair"),
-    "one_pair_bias": (mods.pair_bias, (learned(1, 1, Q_LEN, KV_LEN),), "pair"),
     "key_bias": (mods.key_bias, (learned(1, HEADS, KV_LEN),), "key"),
     "query_dependent_bias": (
         lambda x: mods.query_dependent_bias(x, Q_LEN - 1), (learned(BATCH, HEADS, Q_LEN, Q_LEN + KV_LEN - 1),), "pair"
     ),
-    "separable_bias": (tables(2), (learned(5), learned(15)), "pair pair"),
-    "separable_bias_3d": (tables(3), (learned(3), learned(5), learned(7)), "pair pair pair"),
+    "separable_bias": (lambda *x: mods.separable_bias((3, 8), *x), (learned(5), learned(15)), "pair pair"),
     "chain": (
         lambda t, x: mods.chain(mods.temperature(t), mods.softcap(3.0), mods.alibi(x), mods.hard_mask(mods.causal())),
         (learned(), learned(HEADS)), "head head",
@@ -94,7 +83,7 @@ def test_sums_mean_what_torch_means(tmp_path: Path) -> None:
     programs = {name: program(bind, captures) for name, (bind, captures, _) in LEARNED.items()}
     kinds = {name: kinds for name, (_, _, kinds) in LEARNED.items()}
     rows, keys = torch.randperm(Q_LEN), torch.randperm(KV_LEN)
-    for name, kind in (("t5", "pair"), ("alibi", "head"), ("log_gates", "key row")):
+    for name, kind in (("t5", "pair"), ("alibi", "head"), ("log_gates_of_heads", "key row")):
         programs[f"{name}_of_a_shard"] = program(*LEARNED[name][:2], index_map=IndexMap(0, 0, rows, keys))
         kinds[f"{name}_of_a_shard"] = kind
     wider = (learned(HEADS + 2, 8),)

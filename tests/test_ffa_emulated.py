@@ -265,8 +265,7 @@ def all_kinds(scale: Tensor, table: Tensor, gates: Tensor, bias: Tensor, keys: T
 
 def test_gradients_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     always_sum_dq(monkeypatch)
-    cases = ((documents, (127, 257)), (scattered, (129, 150)), (causal, (1, 5)))
-    for seed, (plan, (q_len, kv_len)) in enumerate(cases):
+    for seed, (plan, (q_len, kv_len)) in enumerate(((documents, (127, 257)), (causal, (1, 5)))):
         emulator.install(monkeypatch, seed)
         q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
         d_lse = torch.randn(q.shape[:3])
