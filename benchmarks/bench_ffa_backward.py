@@ -95,7 +95,8 @@ def measure(
         given = forward if score.is_identity else FfaBackend().forward(request)
         return lambda: FfaBackend().backward(request, given.out, given.lse, d_out, None)
 
-    chosen = plan_backward(plan, instance.rows, instance.keys, 1, heads, kv_heads, multiprocessors(q.device))
+    sizes = (instance.rows, instance.keys, 1, heads, kv_heads, multiprocessors(q.device))
+    chosen = plan_backward(plan, *sizes, row_bytes=instance.row_bytes)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sides: dict[str, Work | None] = {"ffa": whole(False, ScoreProgram())}
     for split in splits:

@@ -27,11 +27,12 @@ from inductor_lowering.tile_program import JOINT_SCALARS, SCORE_SCALARS
 from inductor_lowering.torch_compat import BACKWARD_HOP, FORWARD_HOP, HopCall, item_access_as_index, tracing_alone
 from inductor_lowering.translate import MaskInputs, Stock, backend_choice, refuse_stock_for_sharded, translate
 from magi_flex import ops, plan_memo
+from magi_flex.kernels.cuda_driver import stream_of
 from magi_flex.kernels.layout import fill_order
 from magi_flex.kernels.request import ScoreProgram
 from magi_flex.kernels.route import AUTO
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import BuiltMask, ScoreSpec
+from magi_flex.op_specs import BuiltMask, MaskSpec, ScoreSpec
 from magi_flex.remember import remembered
 from magi_flex.score_steps import Sizes
 
@@ -85,7 +86,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     run = ops.runner_of(mask).run_forward
     out, lse, max_score = run(call.q, call.k, call.v, where, program, *settings, call.wants_max_score)
     if needs_backward and built is not None:
-        plan_memo.remember((plan_memo.storage_key(lse), mask, _sizes(call)), lse, built)
+        plan_memo.remember(_key_of_plan(lse, mask, call), lse, built)
     return out, lse, max_score
 
 
@@ -104,7 +105,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, 
     settings = (call.scale, backend, fill_order(call.q), fill_order(call.k), fill_order(call.v))
     built = None
     if not mask.sharded:
-        key = (plan_memo.storage_key(call.lse), mask, _sizes(call))
+        key = _key_of_plan(call.lse, mask, call)
         built = plan_memo.recall(key, lambda: _shared_mask(call, mask_inputs))
     where, program = _prepared(call, built, tensors, score, score_inputs)
     dq, dk, dv, wanted = ops.runner_of(mask).run_backward(*given, where, program, *settings)
@@ -161,9 +162,12 @@ def _sizes(call: HopCall) -> Sizes:
 def _shared_mask(call: HopCall, inputs: MaskInputs) -> BuiltMask:
     """The mask's plan, one for all layers of a model that use the mask."""
     mask, tensors, ints = inputs
-    sizes, device = _sizes(call), call.q.device
-    identity = (mask, sizes, device, tuple(ints))
-    return plan_memo.shared(tensors, identity, lambda: mask.build(tensors, ints, *sizes, device))
+    return mask.shared(tensors, ints, *_sizes(call), call.q.device)
+
+
+def _key_of_plan(lse: Tensor, mask: MaskSpec, call: HopCall) -> Hashable:
+    """Of the plan that the backward of the call with this ``lse`` finds again."""
+    return plan_memo.storage_key(lse), mask, _sizes(call), stream_of(lse.device)
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------

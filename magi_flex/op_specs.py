@@ -22,7 +22,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
-from magi_flex.kernels.cuda_driver import current_stream
+from magi_flex.kernels.cuda_driver import stream_of
 from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.kernels.tile_plans import objection
 from magi_flex.mask_plan import MaskPlan
@@ -142,6 +142,24 @@ class MaskSpec:
         with torch.inference_mode(False), torch.no_grad():
             built = self._build(tensors, ints, (batch, heads, q_len, kv_len), device)
             return built if device.type == "cpu" else replace(built, plan=built.plan.with_outline())
+
+    def shared(
+        self,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int],
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        device: torch.device,
+    ) -> BuiltMask:
+        """As :meth:`build`; one for all calls on a stream, while the first tensor lives and all hold what they held.
+
+        Another stream would not wait for the plan to be filled, nor the memory's next owner for what reads it there.
+        """
+        sizes = (batch, heads, q_len, kv_len)
+        identity = (self, tuple(ints), sizes, device, stream_of(device))
+        return plan_memo.shared(tensors, identity, lambda: self.build(tensors, ints, *sizes, device))
 
     def _build(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device) -> BuiltMask:
         from inductor_lowering.to_intervals import UnsupportedMask, restrict_by_program
@@ -371,11 +389,10 @@ def full_plan(q_len: int, kv_len: int, device: torch.device) -> MaskPlan:
     One for each stream, since others would not wait until it is filled; one that is made while a CUDA graph is captured
     is filled by the graph's replays alone, so it is not kept.
     """
-    if device.type != "cuda":
-        return _full_plan(q_len, kv_len, device, 0)
-    if torch.cuda.is_current_stream_capturing():
-        return _full_plan.__wrapped__(q_len, kv_len, device, 0)
-    return _full_plan(q_len, kv_len, device, current_stream(device))
+    make = _full_plan
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        make = _full_plan.__wrapped__
+    return make(q_len, kv_len, device, stream_of(device))
 
 
 @functools.lru_cache(maxsize=8)

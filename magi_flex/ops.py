@@ -23,6 +23,7 @@ from magi_flex import plan_memo
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
 from magi_flex.kernels.checks import Layout, check_inputs
+from magi_flex.kernels.cuda_driver import stream_of
 from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
@@ -100,12 +101,9 @@ def plan_handle(
 
     A mask that is the same as in an earlier call is not planned again.
     """
-
-    def build() -> BuiltMask:
-        return MaskSpec.from_json(spec).build(tensors, ints, batch, heads, q_len, kv_len, device)
-
-    mask = plan_memo.shared(tensors, (spec, tuple(ints), batch, heads, q_len, kv_len, device), build)
-    return plan_memo.new_handle((spec, batch, heads, q_len, kv_len), mask)
+    sizes = (batch, heads, q_len, kv_len)
+    mask = MaskSpec.from_json(spec).shared(tensors, ints, *sizes, device)
+    return plan_memo.new_handle((spec, *sizes, stream_of(device)), mask)
 
 
 @torch.library.register_fake("magi_flex::plan_handle", lib=_library)
@@ -306,14 +304,15 @@ def _with_plan(
     mask: str,
     score: ScoreSpec,
 ) -> tuple[MaskPlan, ScoreProgram]:
-    """(plan, score program); the plan is built again if there is none with this handle (any more)."""
+    """(plan, score program); the plan is found anew if there is none with this handle (any more, or on this stream)."""
     sizes = (*q.shape[:3], k.shape[2])
 
-    def build() -> BuiltMask:
+    def find() -> BuiltMask:
         of_mask, _ = split_last(score.order, tensors, ints)
-        return MaskSpec.from_json(mask).build(*of_mask, *sizes, q.device)
+        return MaskSpec.from_json(mask).shared(*of_mask, *sizes, q.device)
 
-    built = build() if handle is None else plan_memo.of_handle(handle, (mask, *sizes), build)
+    identity = (mask, *sizes, stream_of(q.device))
+    built = find() if handle is None else plan_memo.of_handle(handle, identity, find)
     if score.forward is None:
         return built.plan, IDENTITY
     _, of_score = split_last(score.order, tensors, ints)

@@ -71,7 +71,7 @@ def test_sums_of_captures_leave_the_products_alone() -> None:
 
 
 def test_parameters_have_the_sizes_that_the_source_asserts() -> None:
-    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [144, 192]
+    assert [block.size for block in (ffa_backward._PREPARE_PARAMS, ffa_backward._FINISH_PARAMS)] == [136, 192]
 
 
 def random_plan(mask_batch: int, mask_heads: int) -> MaskPlan:
@@ -120,8 +120,11 @@ def test_steps_of_aligned_runs_are_no_more() -> None:
 
 def test_heads_of_an_item() -> None:
     causal_2k, causal_32k = torch.arange(32, 0, -2), torch.arange(512, 0, -2)
-    assert choose_heads(causal_2k, 64, 8, 132) == 2  # 128 items of all heads would leave most processors idle
+    # 128 items of all heads would leave most processors idle.
+    assert choose_heads(causal_2k, 64, 8, 132, head_bytes=2048 * 1024) == 4
     assert choose_heads(causal_32k, 64, 8, 132) == 1  # drift
+    causal_8k = torch.arange(64, 0, -1)
+    assert choose_heads(causal_8k, 64, 8, 132) < 8 and choose_heads(causal_8k, 64, 8, 132, head_bytes=4 << 20) == 8
     assert choose_heads(torch.full((64,), 128), 64, 8, 132) == 8  # even work
     assert choose_heads(torch.tensor([16, 18, *[18] * 60, 10, 2]), 64, 8, 132) == 8  # a window
     assert choose_heads(causal_2k, 64, 1, 132) == 1

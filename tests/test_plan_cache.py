@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from inductor_lowering.capture import trace_mask_mod
-from magi_flex import plan_memo
+from magi_flex import op_specs, ops, plan_memo
 from magi_flex.bit_tiles import count_bits
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import plan_cache
 from magi_flex.kernels.plan_cache import _CAPACITY, derived, kept, nothing_kept
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
-from magi_flex.op_specs import MaskSpec
+from magi_flex.op_specs import MaskSpec, ScoreSpec
 
 
 class Counted:
@@ -114,6 +114,28 @@ def test_streams_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second is not first and kept(plan, "value", _Value) is second
     stream = 1
     assert kept(plan, "value", _Value) is first
+
+
+def test_streams_do_not_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a plan that is freed is at once another's on the stream that made it, whatever reads it elsewhere."""
+    first = torch.arange(5)
+    program, captures = trace_mask_mod(lambda b, h, q, k: k >= first[q])
+    spec = MaskSpec(program.to_json(), "t")
+    stream = 1
+    for module in (op_specs, ops):
+        monkeypatch.setattr(module, "stream_of", lambda device: stream)
+    q, k = torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8)
+    handle = ops.plan_handle(captures, [], spec.to_json(), 1, 1, 5, 5, q.device)
+
+    def plan() -> MaskPlan:
+        return ops._with_plan(q, k, handle, captures, [], spec.to_json(), ScoreSpec())[0]
+
+    first_plan = plan()
+    stream = 2
+    second_plan = plan()
+    assert second_plan is not first_plan and plan() is second_plan
+    stream = 1
+    assert plan() is spec.shared(captures, [], 1, 1, 5, 5, q.device).plan is first_plan
 
 
 def test_nothing_is_kept_where_a_graph_owns_the_memory() -> None:

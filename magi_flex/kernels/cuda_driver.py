@@ -227,6 +227,11 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def stream_of(device: torch.device) -> int:
+    """The current stream of a GPU; 0 for other devices, which have one order of work."""
+    return current_stream(device) if device.type == "cuda" else 0
+
+
 def capture_id(stream: int) -> int | None:
     """Which capture of a CUDA graph a stream is part of, a number above 0; 0: of none; None: the driver cannot tell."""
     ask = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)

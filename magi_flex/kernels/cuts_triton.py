@@ -15,6 +15,7 @@ import triton.language as tl
 
 _NONE = tl.constexpr(2147483647)
 _NO_WAY = tl.constexpr(1 << 60)
+_ORDERLY_ROWS = tl.constexpr(64)
 
 
 @triton.jit
@@ -337,17 +338,24 @@ def write_tiles(
 
 @triton.jit
 def column_bounds(
-    starts, ends, used_rows, column_starts, column_ends, q_len, kv_len, BITS: tl.constexpr, LANES: tl.constexpr
+    starts, ends, use, column_starts, column_ends, q_len, kv_len, BITS: tl.constexpr, LANES: tl.constexpr
 ):
-    """The rows of each interval slot that hold a key, for slots whose starts and ends ascend (others: any rows)."""
+    """The rows of each interval slot that hold a key, for slots whose starts and ends ascend.
+
+    Where they fall a few times, a guess; where more often (once in ``_ORDERLY_ROWS`` rows), all rows of the slot, so
+    that it is no reason to cut anywhere.
+    """
     slot = tl.program_id(1).to(tl.int64)
     key_W = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    first, last = tl.load(used_rows + 2 * slot), tl.load(used_rows + 2 * slot + 1)
+    first, last, falls = tl.load(use + 3 * slot), tl.load(use + 3 * slot + 1), tl.load(use + 3 * slot + 2)
     size = tl.maximum(last + 1 - first, 1)
+    orderly = (falls - 1) * _ORDERLY_ROWS <= size
     used = first <= last
     first = tl.minimum(first, q_len - 1)
     begin_W = first + _find(ends + slot * q_len + first, size, key_W, BITS)
     end_W = first + _find(starts + slot * q_len + first, size, key_W, BITS)
+    begin_W = tl.where(orderly, begin_W, first)
+    end_W = tl.where(orderly, end_W, first + size)
     used_W = (begin_W < end_W) & used
     tl.store(column_starts + slot * kv_len + key_W, tl.where(used_W, begin_W, q_len), mask=key_W < kv_len)
     tl.store(column_ends + slot * kv_len + key_W, tl.where(used_W, end_W, 0), mask=key_W < kv_len)

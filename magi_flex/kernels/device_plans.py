@@ -61,8 +61,9 @@ def build_device_plan(
     """The tile plan of ``intervals`` (no bit tiles), enqueued on the current stream.
 
     Arguments are those of :func:`magi_flex.tiles.build_tile_plan`, which has checked them.  Transposed ragged plans
-    count tiles by columns exactly where the starts and ends of each interval slot ascend with the rows; elsewhere the
-    cuts are only as good as that guess, and the runs exact all the same.
+    count tiles by columns exactly where the starts and ends of each interval slot ascend with the rows; where they fall
+    a few times the cuts are only as good as a guess, and slots without any order do not count.  The runs are exact all
+    the same.
     """
     starts, ends = _padded_slots(intervals)
     batch, heads, _, q_len = starts.shape
@@ -116,24 +117,22 @@ def room(slots: int) -> tuple[int, int]:
 
 
 class _Bounds:
-    """Bounds of row blocks: int32 ``[4, X * R, blocks]``, and the first and last row of each slot, ``[X * R, 2]``."""
+    """Bounds of row blocks, int32 ``[4, X * R, blocks]``, and how slots are used, ``[X * R, 3]`` (see the kernel)."""
 
-    def __init__(self, values: Tensor, used_rows: Tensor) -> None:
-        self.values, self.used_rows = values, used_rows
+    def __init__(self, values: Tensor, use: Tensor) -> None:
+        self.values, self.use = values, use
 
 
 def _block_bounds(starts: Tensor, ends: Tensor) -> _Bounds:
     batch, heads, slots, q_len = starts.shape
     all_slots, blocks = batch * heads * slots, -(-q_len // _BLOCK_ROWS)
     values = torch.empty(4, all_slots, blocks, dtype=torch.int32, device=starts.device)
-    used_rows = torch.full((all_slots, 2), q_len, dtype=torch.int32, device=starts.device)
-    used_rows[:, 1].fill_(-1)
+    use = torch.zeros(all_slots, 3, dtype=torch.int32, device=starts.device)
+    use[:, 0].fill_(q_len)
     at_once = 16
     grid = (-(-blocks // at_once), all_slots)
-    _kernels("key_runs").block_bounds[grid](
-        starts, ends, values, used_rows, q_len, all_slots, blocks, at_once, _BLOCK_ROWS
-    )
-    return _Bounds(values, used_rows)
+    _kernels("key_runs").block_bounds[grid](starts, ends, values, use, q_len, all_slots, blocks, at_once, _BLOCK_ROWS)
+    return _Bounds(values, use)
 
 
 class _Runs:
@@ -196,7 +195,7 @@ def _columns(starts: Tensor, ends: Tensor, bounds: _Bounds, kv_len: int) -> tupl
     columns = [torch.empty(batch, heads, slots, kv_len, dtype=torch.int32, device=starts.device) for _ in range(2)]
     grid = (-(-kv_len // _LANES), batch * heads * slots)
     _kernels("cuts").column_bounds[grid](
-        starts, ends, bounds.used_rows, *columns, q_len, kv_len, q_len.bit_length() + 1, _LANES
+        starts, ends, bounds.use, *columns, q_len, kv_len, q_len.bit_length() + 1, _LANES
     )
     return columns[0], columns[1]
 

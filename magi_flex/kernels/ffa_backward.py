@@ -20,7 +20,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import cuda_driver
 from magi_flex.kernels.cuda_build import Cubin, compile_cubin
-from magi_flex.kernels.ffa_backward_schedule import ROW_GROUP, BackwardSchedule
+from magi_flex.kernels.ffa_backward_schedule import L2_BYTES, ROW_GROUP, BackwardSchedule
 from magi_flex.kernels.ffa_gradient_q import GradientQInstance, GradientQLaunch
 from magi_flex.kernels.ffa_launch import (
     BIT_TILES,
@@ -48,8 +48,6 @@ _SUMS, _SUMS_OFFSET = struct.Struct("<2Q"), struct.calcsize("<Q")
 _FINISH_SCALE_OFFSET = struct.calcsize("<3Q3q4i")
 _KEY_SUMS, _KEY_SUMS_OFFSET = struct.Struct("<3Q"), struct.calcsize("<3Q3q4ifi")
 _MAPS, _THREADS, _CONVERT_THREADS, _CONVERT_ROWS = 4, 384, 256, 32
-# 50 MB on an H100, 60 MB on an H200; what is visited at a time is less than what a section holds.
-_L2_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,11 @@ class BackwardInstance:
     def positions(self) -> int:
         """Query positions of a step."""
         return self.rows // self.pack
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that an item visits for a query position: Q, dO and the float32 sums of dQ."""
+        return 2 * self.pack * (self.head_dim + self.v_dim) + 4 * self.head_dim * self.sum_dq
 
     @property
     def kv_stages(self) -> int:
@@ -366,9 +369,7 @@ class _MainLaunch:
         plan, entries = schedule.plan, schedule.entries.shape[0]
         parts = heads // kv_heads // schedule.heads
         replicas = (kv_heads * parts if mask_heads == 1 else 1) * (batch if mask_batch == 1 else 1)
-        # What an item visits at a time: Q, dO and the float32 sums of dQ.
-        visited = 2 * instance.pack * (instance.head_dim + instance.v_dim) + 4 * instance.head_dim * instance.sum_dq
-        section = min(replicas, max(1, _L2_BYTES // (q_len * visited)))
+        section = min(replicas, max(1, L2_BYTES // (q_len * instance.row_bytes)))
         self._shares_keys = parts > 1
         self._grid = min(entries * replicas, max(1, cuda_driver.multiprocessors(q_BHQD.device) - sm_margin))
         self._params.set_rest(

@@ -20,14 +20,16 @@ from magi_flex.mask_structure import Band
 from magi_flex.tiles import TilePlan
 
 ROW_GROUP = 8  # rows of a group of the dQ sums: steps begin at multiples of it
+# 50 MB on an H100, 60 MB on an H200; what is visited at a time is less than what a section holds.
+L2_BYTES = 64 << 20
 # Cost model in steps, fitted to timings (docs/ffa.md): loads and drained pipeline of a work item; clearing and
 # converting the sums of a key tile whose dK and dV are summed in memory; what longest-first order leaves at the end, of
 # the longest item.
-_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 3.5, 8.0, 0.2
+_ITEM_STEPS, _BLOCK_STEPS, _TAIL = 3.5, 6.0, 0.1
 # Key tiles that share rows but take different numbers of steps (causal) drift apart and then work on different query
 # heads, so that L2 no longer serves their loads and sums: this factor more time for items of eight heads, if every tile
-# takes another number than the one before.
-_DRIFT = 0.15
+# takes another number than the one before, and one head for each item fills L2; none if these fill half of it.
+_DRIFT = 0.2
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def plan_backward(
     processors: int,
     split: bool = True,
     pack: int = 1,
+    row_bytes: int = 1024,
 ) -> BackwardSchedule:
     """The schedule of a backward pass with ``rows`` query rows a step and ``keys`` keys a tile.
 
@@ -69,7 +72,9 @@ def plan_backward(
         processors: multiprocessors that share the work.
         split: an item may walk some of a group's heads only (the parts of dK and dV are then summed in no fixed order).
         pack: query heads of a step, all with one mask.
+        row_bytes: that an item visits for a query position (:attr:`BackwardInstance.row_bytes`; head dim 128 has 1024).
     """
+    head_bytes = plan.q_len * row_bytes
     group, positions = heads // kv_heads, rows // pack
     mask_batch, mask_heads = plan.starts.shape[:2]
     # Heads that share a key/value head also share its key tiles, which only the fixed grid promises between masks.
@@ -82,12 +87,12 @@ def plan_backward(
     walked = packs
     on_device = objection(plan.device, plan.bit_tiles is not None) is None
     if split and not on_device:
-        walked = choose_heads(tile_steps(tiles, align), copies, packs, processors)
+        walked = choose_heads(tile_steps(tiles, align), copies, packs, processors, head_bytes)
     elif split and (mask_batch == 1 or mask_heads > 1):
         # (Else shared sums of a batch entry's tiles are found by their number, which must not be a capacity.)
         steps = known_steps(plan, positions, keys, align)
         if steps is not None:
-            walked = choose_heads(steps, copies, packs, processors)
+            walked = choose_heads(steps, copies, packs, processors, head_bytes)
         else:
             walked = heads_unseen(mask_batch * mask_heads * -(-plan.kv_len // keys), copies, packs, processors)
     schedule = make_backward_schedule(tiles, mask_heads, walked * pack, pack)
@@ -95,21 +100,23 @@ def plan_backward(
 
 
 class KeyWork(NamedTuple):
-    """The key tiles of one query head: how many, their steps in sum, those of the longest, and how many have another
-    number of steps than the one before."""
+    """The key tiles of one query head: how many, their steps in sum, those of the longest, how many have another number
+    of steps than the one before, and the bytes of the head's rows that they visit (unless given, more than L2 has)."""
 
     tiles: float
     steps: float
     longest: float
     changes: float
+    head_bytes: float = math.inf
 
 
-def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> int:
+def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int, head_bytes: float = math.inf) -> int:
     """Query heads of a work item: the divisor of ``group`` with the least :func:`item_steps`.
 
     Args:
         steps_N: steps of each key tile for one query head.
         copies: (batch, query head) pairs that share the tiles.
+        head_bytes: see :class:`KeyWork`.
 
     (Reads three numbers from the device.)
     """
@@ -117,7 +124,7 @@ def choose_heads(steps_N: Tensor, copies: int, group: int, processors: int) -> i
     if group == 1 or not tiles:
         return group
     numbers = torch.stack((steps_N.sum(), steps_N.max(), (steps_N.diff() != 0).sum())).tolist()
-    work = KeyWork(tiles, *map(float, numbers))
+    work = KeyWork(tiles, *map(float, numbers), head_bytes)
     return min(_item_sizes(group), key=lambda heads: item_steps(work, heads, copies, group, processors))
 
 
@@ -142,7 +149,8 @@ def item_steps(work: KeyWork, heads: int, copies: float, group: int, processors:
     if work.longest * work.tiles <= 1.05 * work.steps:
         return math.ceil(items / processors) * longest_item + sums
     shared = (work.steps * copies + items * _ITEM_STEPS) / processors + sums
-    shared *= 1 + _DRIFT * work.changes / work.tiles * (math.log2(heads) / 3) ** 2
+    beyond_l2 = min(max(2 * copies / heads * work.head_bytes / L2_BYTES - 1, 0.0), 1.0)
+    shared *= 1 + _DRIFT * beyond_l2 * work.changes / work.tiles * (math.log2(heads) / 3) ** 2
     return max(shared + _TAIL * longest_item, longest_item)
 
 

@@ -42,9 +42,9 @@ def backward_schedule(request: AttentionRequest, instance: BackwardInstance, spl
     processors = multiprocessors(request.q.device)
 
     def build() -> BackwardSchedule:
-        return plan_backward(request.plan, *sizes, processors, split, pack)
+        return plan_backward(request.plan, *sizes, processors, split, pack, instance.row_bytes)
 
-    return derived(request.plan, ("ffa backward", *sizes, split, pack), build)
+    return derived(request.plan, ("ffa backward", *sizes, split, pack, instance.row_bytes), build)
 
 
 def has_few_keys(plan: MaskPlan, limit: int) -> bool | Tensor:

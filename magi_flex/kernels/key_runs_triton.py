@@ -14,17 +14,23 @@ from magi_flex.kernels.runs_triton import NONE, finish_tile
 
 @triton.jit
 def block_bounds(
-    starts, ends, bounds, used_rows, q_len, slots_of_all, blocks, BLOCKS_AT_ONCE: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    starts, ends, bounds, use, q_len, slots_of_all, blocks, BLOCKS_AT_ONCE: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
-    """Least and greatest start and end of each block of rows, int32 ``[4, X * R, blocks]``, and the first and last row
-    that uses each slot, ``[X * R, 2]``."""
+    """Least and greatest start and end of each block of rows, int32 ``[4, X * R, blocks]``, and of each slot,
+    ``[X * R, 3]``, the first and last row that uses it and how often its start or end falls from a row to the next."""
     slot = tl.program_id(1).to(tl.int64)
     block_V = tl.program_id(0) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)
     row_VG = block_V[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    exists_VG = row_VG < q_len
     row_VG = tl.minimum(row_VG, q_len - 1)  # a short block repeats its last row
     start_VG = tl.load(starts + slot * q_len + row_VG)
     end_VG = tl.load(ends + slot * q_len + row_VG)
     used_VG = start_VG < end_VG
+    before_VG = tl.maximum(row_VG - 1, 0)
+    start_before_VG = tl.load(starts + slot * q_len + before_VG)
+    end_before_VG = tl.load(ends + slot * q_len + before_VG)
+    falls_VG = (start_VG < start_before_VG) | (end_VG < end_before_VG)
+    falls_VG = falls_VG & exists_VG & used_VG & (start_before_VG < end_before_VG)
     inside_V = block_V < blocks
     plane = (tl.program_id(1).to(tl.int64) * 0 + slots_of_all) * blocks
     out = bounds + slot * blocks + block_V
@@ -32,8 +38,10 @@ def block_bounds(
     tl.store(out + plane, tl.max(tl.where(used_VG, start_VG, NONE), axis=1), mask=inside_V)
     tl.store(out + 2 * plane, tl.min(tl.where(used_VG, end_VG, -1), axis=1), mask=inside_V)
     tl.store(out + 3 * plane, tl.max(tl.where(used_VG, end_VG, -1), axis=1), mask=inside_V)
-    tl.atomic_min(used_rows + 2 * slot, tl.min(tl.min(tl.where(used_VG, row_VG, NONE), axis=1), axis=0))
-    tl.atomic_max(used_rows + 2 * slot + 1, tl.max(tl.max(tl.where(used_VG, row_VG, -1), axis=1), axis=0))
+    of_slot = use + 3 * slot
+    tl.atomic_min(of_slot, tl.min(tl.min(tl.where(used_VG, row_VG, NONE), axis=1), axis=0))
+    tl.atomic_max(of_slot + 1, tl.max(tl.max(tl.where(used_VG, row_VG, -1), axis=1), axis=0))
+    tl.atomic_add(of_slot + 2, tl.sum(tl.sum(falls_VG.to(tl.int32), axis=1), axis=0))
 
 
 @triton.jit

@@ -123,7 +123,7 @@ def test_mask_patterns(name: str) -> None:
         tiles = without_capacity(build_device_plan(on_gpu, *sizes, *CLASSES[kind]))
         check_invariants(tiles, mask, *sizes, kind)
         wanted = build_tile_plan(MaskPlan(intervals), *sizes, *CLASSES[kind])
-        # Rows of drafts change more often than a key tile's program follows.
+        # Rows of drafts need more spans than a key tile has room for.
         if kind.startswith("fixed") and (name, kind) != ("draft_rows", "fixed-t"):
             assert_same(tiles, wanted)
         else:

@@ -261,7 +261,7 @@ def test_every_way_to_split_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
         exact = dense_attention_with_gradients(q, k, v, d_out, mask_BHQK=dense, scale=0.1)
         tiles = build_tile_plan(plan, instance.rows, instance.keys, transposed=True, ragged=ragged, run_align=run_align)
         for split, section in ((4, 100), (2, 1), (2, 5), (1, 7)):
-            monkeypatch.setattr(ffa_backward, "_L2_BYTES", section * length * 128 * 8)
+            monkeypatch.setattr(ffa_backward, "L2_BYTES", section * length * 128 * 8)
             schedule = make_backward_schedule(tiles, mask_heads, split)
             results = [torch.full_like(x, torch.nan) for x in (q, k, v)]
             out, lse = exact.out.to(q.dtype), exact.lse.float()

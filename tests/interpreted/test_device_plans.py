@@ -133,6 +133,16 @@ def test_rest_of_the_rows() -> None:
     assert tiles.partial_runs[-1, 1] <= 448  # the end of the last block with rows
 
 
+def test_rows_without_order_are_not_guessed_at() -> None:
+    """Key tiles are cut as on the fixed grid, as torch cuts them, where the rows of a key are many runs."""
+    end = torch.randint(0, 24, (48,), generator=torch.Generator().manual_seed(0))
+    plan = interval_plan(end * 0, end, 24)
+    tiles = built(plan, 8, 8, "ragged-t")
+    check_invariants(tiles, plan.to_dense(), 8, 8, "ragged-t")
+    assert torch.equal(tiles.tile_begin, build_tile_plan(plan, 8, 8, *CLASSES["ragged-t"]).tile_begin)
+    assert tiles.tile_begin.tolist() == [0, 8, 16]
+
+
 def test_parts_of_the_path() -> None:
     """A path that is cut into parts costs at most one more tile and one more short step for each."""
     plan = packed_documents([3, 5, 2, 4, 6, 3, 5, 4, 2, 3], True)

@@ -18,6 +18,9 @@ template <class C> struct Consumer : Fragment<C> {
     // Where its captures get gradients, S and dP are needed at once.
     static constexpr bool kCaptures = Score::kSums > 0;
     static constexpr bool kLate = kRounded || Score::kCount > 0;
+    // dP is added to -delta: no reads and subtractions between dP and the exchange of dS, where the tensor cores have little
+    // else to do.  (At head dim 64, with steps of 128 rows, slower.)
+    static constexpr bool kFromDelta = C::kSumDq && !kLate && C::kHeadDim == 128;
 
     const int warpgroup = Fragment<C>::half;
     Ring<C::kStages> ring;
@@ -69,10 +72,18 @@ template <class C> struct Consumer : Fragment<C> {
         ptx::named_barrier_arrive(kDqFullBarrier + warpgroup, kSumThreads);
     }
 
-    FFA_DEVICE void issue_d_weights(float (&d_weights)[kScores]) const {
+    // What dP is added to.  While a product runs, the compiler awaits it before other instructions write this; so it stands
+    // before S.
+    FFA_DEVICE void start_d_weights(float (&d_weights)[kScores]) const {
         ptx::mbarrier_wait(&shared.d_out_full[ring.stage], ring.phase);
+        this->negate_rows(d_weights, shared.delta[ring.stage]);
+        ptx::fence_registers(d_weights);
+    }
+
+    FFA_DEVICE void issue_d_weights(float (&d_weights)[kScores]) const {
+        if constexpr (!kFromDelta) ptx::mbarrier_wait(&shared.d_out_full[ring.stage], ring.phase);
         ptx::wgmma_fence();
-        this->template issue_scores<C::kVDim>(d_weights, shared.v[kv_stage], shared.d_out[ring.stage]);
+        this->template issue_scores<C::kVDim, kFromDelta>(d_weights, shared.v[kv_stage], shared.d_out[ring.stage]);
     }
 
     // P in pairs, and dS in d_weights, from S and dP, which are being made.
@@ -96,6 +107,7 @@ template <class C> struct Consumer : Fragment<C> {
             const int stage = ring.stage;
             float scores[kScores], d_weights[kScores];
             uint32 pairs[kScores / 2], ds[kScores / 2];
+            if constexpr (kFromDelta) start_d_weights(d_weights);
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
             this->template issue_scores<C::kHeadDim>(scores, shared.k[kv_stage], shared.q[stage]);
@@ -111,11 +123,15 @@ template <class C> struct Consumer : Fragment<C> {
                 ptx::fence_registers(scores);
                 this->make_weights(scores, pairs, stage, masked, shift);
                 if constexpr (kLate) issue_d_weights(d_weights);
-                this->load_rows(delta, shared.delta[stage]);
-                ptx::wgmma_wait<0>();
+                if constexpr (!kFromDelta) this->load_rows(delta, shared.delta[stage]);
+                ptx::wgmma_wait<0>();  // dP
                 ptx::fence_registers(d_weights);
                 if constexpr (kRounded) this->unpack(pairs, scores);
-                this->score_gradients(scores, d_weights, delta);
+                if constexpr (kFromDelta) {
+                    this->score_gradients(scores, d_weights);
+                } else {
+                    this->score_gradients(scores, d_weights, delta);
+                }
             }
             this->pack(d_weights, ds);
             if constexpr (C::kSumDq) store_ds(ds);

@@ -21,8 +21,8 @@ template <class C> struct Fragment {
     const int warp = ptx::warp_uniform((threadIdx.x / 32) & 3);
     const int lane = ptx::lane_index();
 
-    // scores[64 keys x kRows] = keys queries^T, for K Q^T and V dO^T.
-    template <int kColumns>
+    // scores[64 keys x kRows] = keys queries^T, for K Q^T and V dO^T; or added to what scores hold.
+    template <int kColumns, bool kAdd = false>
     FFA_DEVICE void issue_scores(float (&scores)[kScores], const void* keys, const void* queries) const {
         const uint64 a = D::advance(D::contraction_is_contiguous(keys), half * 64 * kPanelBytes);
         const uint64 b = D::contraction_is_contiguous(queries);
@@ -30,7 +30,7 @@ template <class C> struct Fragment {
         for (int step = 0; step < kColumns / 16; ++step) {
             const int panel = step / 4, column_bytes = step % 4 * 32;
             Mma<C::kRows, false, false>::ss(scores, D::advance(a, panel * C::kKeyPanelBytes + column_bytes),
-                                            D::advance(b, panel * C::kRowPanelBytes + column_bytes), step > 0);
+                                            D::advance(b, panel * C::kRowPanelBytes + column_bytes), kAdd || step > 0);
         }
         ptx::wgmma_commit();
     }
@@ -54,6 +54,16 @@ template <class C> struct Fragment {
     FFA_DEVICE void load_rows(RowPairs& rows, const float* statistic) const {
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) rows[j] = reinterpret_cast<const float2*>(statistic)[4 * j + lane % 4];
+    }
+
+    // -statistic of this thread's rows, for each key.
+    FFA_DEVICE void negate_rows(float (&scores)[kScores], const float* statistic) const {
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const float2 row = reinterpret_cast<const float2*>(statistic)[4 * j + lane % 4];
+            scores[4 * j] = scores[4 * j + 2] = -row.x;
+            scores[4 * j + 1] = scores[4 * j + 3] = -row.y;
+        }
     }
 
     FFA_DEVICE void exponentiate(float (&scores)[kScores], const RowPairs& shift) const {
@@ -86,6 +96,12 @@ template <class C> struct Fragment {
             if (!(word.x & high)) weights[4 * j + 2] = masked;
             if (!(word.y & high)) weights[4 * j + 3] = masked;
         }
+    }
+
+    // dP - delta becomes dS.
+    static FFA_DEVICE void score_gradients(const float (&weights)[kScores], float (&d_weights)[kScores]) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) d_weights[i] *= weights[i];
     }
 
     // dP becomes dS.

@@ -257,6 +257,7 @@ template <class C> struct Summer {
             ptx::mbarrier_wait(&shared.step_full[stage], ring.phase);
             const int row_group = shared.step[stage].row_group;
             if (row_group < 0) break;
+            arrive_warp(&shared.q_empty[stage]);  // done with step[stage]
             // A warpgroup may write once its sums of the step before have been read.
             if (leader) ptx::bulk_wait_read<1>();
             __syncwarp();
@@ -275,7 +276,6 @@ template <class C> struct Summer {
                     ptx::bulk_commit();
                 }
             }
-            arrive_warp(&shared.q_empty[stage]);  // done with step[stage]
         }
         if (leader) ptx::bulk_wait<0>();
     }
