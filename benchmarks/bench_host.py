@@ -8,7 +8,7 @@ with the backward pass:
 
 - ``kernel``: Backend.forward (or backward alone) with a cached plan;
 - ``request``: what comes before it, the request with its checks and routing;
-- ``op``: the operator that a compiled graph calls, with the handle of a cached plan;
+- ``op``: the operator by PyTorch's dispatcher (compiled graphs call our function), with the handle of a cached plan;
 - ``plan``: the operator that gives the handle, for a mask that is the same as before;
 - ``eager``: flex_attention as it is; ``compiled``; ``graph`` (mode="reduce-overhead"); beside the last two the same
   call left to PyTorch's own kernels;
@@ -73,8 +73,8 @@ def host_and_device_ms(work: Work, calls: int, rounds: int) -> tuple[float, floa
 def parts_timed() -> Iterator[dict[str, float]]:
     """Fills in, at the end, the median time in ms of a call of each part of ours."""
     parts = {
-        "plan": (plan_memo, "shared"),
-        "lookup": (ops, "_with_plan"),
+        "plan": (plan_memo, "expected"),
+        "lookup": (ops, "CallMods"),
         "forward": (ops, "run_forward"),
         "backward": (ops, "run_backward"),
     }

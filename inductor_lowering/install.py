@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from inductor_lowering import eager, entry_checks
+from inductor_lowering import direct_calls, eager, entry_checks
 from inductor_lowering.pass_config import configure, joint_pass
 from inductor_lowering.torch_compat import register_dynamo_backend
 from magi_flex.kernels.route import AUTO, check_choice
@@ -100,6 +100,7 @@ def magi_flex_backend(
     return compile_fx(module, inputs, config_patches=patches)
 
 
+direct_calls.install()
 entry_checks.install()  # the stock checks, unless magi_flex compiles or is enabled
 entry_checks.COMPILERS.append(magi_flex_backend)
 if torch.distributed.is_available():

@@ -22,6 +22,7 @@ from magi_flex.bit_tiles import BitTiles
 from magi_flex.fx_program import FxProgram
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels.checks import check_mask_shape
+from magi_flex.kernels.contents import Verdict
 from magi_flex.kernels.cuda_driver import stream_of
 from magi_flex.kernels.request import IDENTITY, ScoreProgram
 from magi_flex.kernels.tile_plans import objection
@@ -157,9 +158,26 @@ class MaskSpec:
 
         Another stream would not wait for the plan to be filled, nor the memory's next owner for what reads it there.
         """
-        sizes = (batch, heads, q_len, kv_len)
+        return plan_memo.shared(*self._to_share(tensors, ints, (batch, heads, q_len, kv_len), device))
+
+    def expected(
+        self,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int],
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        device: torch.device,
+    ) -> tuple[BuiltMask, Verdict | None]:
+        """As :meth:`shared`, without waiting for a GPU, and what will say whether it is right (None: it is)."""
+        return plan_memo.expected(*self._to_share(tensors, ints, (batch, heads, q_len, kv_len), device))
+
+    def _to_share(
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
+    ) -> tuple[Sequence[Tensor], Hashable, Callable[[], BuiltMask]]:
         identity = (self, tuple(ints), sizes, device, stream_of(device))
-        return plan_memo.shared(tensors, identity, lambda: self.build(tensors, ints, *sizes, device))
+        return tensors, identity, lambda: self.build(tensors, ints, *sizes, device)
 
     def _build(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device) -> BuiltMask:
         from inductor_lowering.to_intervals import UnsupportedMask, restrict_by_program

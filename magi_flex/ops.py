@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from magi_flex import plan_memo
+from magi_flex.call_mods import CallMods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import label_attention
 from magi_flex.kernels.checks import Layout, check_inputs
@@ -28,10 +30,12 @@ from magi_flex.kernels.graph_scratch import scratch_bytes
 from magi_flex.kernels.label_attention import LabelledAttention
 from magi_flex.kernels.layout import empty_in_order, in_order
 from magi_flex.kernels.plan_cache import nothing_kept
+from magi_flex.kernels.prepared import prepared_backward, prepared_forward
 from magi_flex.kernels.request import IDENTITY, AttentionRequest, ScoreProgram
 from magi_flex.kernels.route import facts_of, route
 from magi_flex.mask_plan import MaskPlan
-from magi_flex.op_specs import BuiltMask, CallSpec, LabelledMask, MaskSpec, ScoreSpec, split_last
+from magi_flex.op_specs import CallSpec, LabelledMask, MaskSpec
+from magi_flex.plan_memo import HandledMask
 
 _library = torch.library.Library("magi_flex", "DEF")  # noqa: TOR901
 
@@ -102,8 +106,8 @@ def plan_handle(
     A mask that is the same as in an earlier call is not planned again.
     """
     sizes = (batch, heads, q_len, kv_len)
-    mask = MaskSpec.from_json(spec).shared(tensors, ints, *sizes, device)
-    return plan_memo.new_handle((spec, *sizes, stream_of(device)), mask)
+    mask, verdict = MaskSpec.from_json(spec).expected(tensors, ints, *sizes, device)
+    return plan_memo.new_handle(HandledMask((spec, *sizes, stream_of(device)), mask, verdict))
 
 
 @torch.library.register_fake("magi_flex::plan_handle", lib=_library)
@@ -231,10 +235,16 @@ def run_forward(
 
     ``labelled``: the mask in place of ``plan``, where its flag says so.
     """
-    request = _request(q, k, v, plan, scale, score, max_score)
-    result = route(facts_of(request, needs_backward), backend).forward(request)
-    if labelled is not None:
-        label_attention.forward(request, labelled, result)
+    prepared = None
+    if score is IDENTITY and labelled is None and k.shape[0] == q.shape[0]:
+        prepared = prepared_forward(q, k, v, plan, scale, backend, needs_backward, max_score)
+    if prepared is not None:
+        result = prepared(q, k, v)
+    else:
+        request = _request(q, k, v, plan, scale, score, max_score)
+        result = route(facts_of(request, needs_backward), backend).forward(request)
+        if labelled is not None:
+            label_attention.forward(request, labelled, result)
     return in_order(result.out, out_order), result.lse, result.max_score
 
 
@@ -256,8 +266,14 @@ def run_backward(
     labelled: LabelledAttention | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(dq, dk, dv, gradients of the score mod's captures that want one, in order); ``labelled`` as in the forward."""
-    request = _request(q, k, v, plan, scale, score)
     d_out = torch.zeros_like(out) if d_out is None else d_out
+    prepared = None
+    if score is IDENTITY and labelled is None and d_lse is None and k.shape[0] == q.shape[0]:
+        prepared = prepared_backward(q, k, v, out, lse, d_out, plan, scale, backend)
+    if prepared is not None:
+        grads = prepared(q, k, v, out, lse, d_out)
+        return in_order(grads.dq, q_order), in_order(grads.dk, k_order), in_order(grads.dv, v_order), []
+    request = _request(q, k, v, plan, scale, score)
     grads = route(facts_of(request, True), backend).backward(request, out, lse, d_out, d_lse)
     if labelled is not None:
         label_attention.backward(request, labelled, out, lse, d_out, d_lse, grads)
@@ -295,30 +311,6 @@ def runner_of(mask: MaskSpec) -> Runner:
     return _sharded[0]
 
 
-def _with_plan(
-    q: Tensor,
-    k: Tensor,
-    handle: Tensor | None,
-    tensors: Sequence[Tensor],
-    ints: Sequence[int],
-    mask: str,
-    score: ScoreSpec,
-) -> tuple[MaskPlan, ScoreProgram]:
-    """(plan, score program); the plan is found anew if there is none with this handle (any more, or on this stream)."""
-    sizes = (*q.shape[:3], k.shape[2])
-
-    def find() -> BuiltMask:
-        of_mask, _ = split_last(score.order, tensors, ints)
-        return MaskSpec.from_json(mask).shared(*of_mask, *sizes, q.device)
-
-    identity = (mask, *sizes, stream_of(q.device))
-    built = find() if handle is None else plan_memo.of_handle(handle, identity, find)
-    if score.forward is None:
-        return built.plan, IDENTITY
-    _, of_score = split_last(score.order, tensors, ints)
-    return built.plan, score.build(*of_score, sizes, q.device, built.selected)
-
-
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def attention(
     q: Tensor,
@@ -331,9 +323,13 @@ def attention(
     call: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """A plan that was made before is taken at its word, and run again if its contents turn out to have changed: the
+    host asks when there is work for the device meanwhile."""
     spec = CallSpec.from_json(call)
-    found, program = _with_plan(q, k, plan, tensors, ints, mask, spec.score)
-    return run_forward(q, k, v, found, program, scale, *spec.forward_settings)
+    mods = CallMods(q, k, plan, tensors, ints, mask, spec.score)
+    settings = (mods.score(), scale, *spec.forward_settings)
+    result = run_forward(q, k, v, mods.plan, *settings)
+    return run_forward(q, k, v, mods.plan, *settings) if mods.correct() else result
 
 
 @torch.library.impl(_library, "sharded_attention", "CompositeExplicitAutograd")
@@ -450,8 +446,10 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     spec = CallSpec.from_json(call)
-    found, program = _with_plan(q, k, plan, tensors, ints, mask, spec.score)
-    return run_backward(q, k, v, out, lse, d_out, d_lse, found, program, scale, spec.backend, *spec.orders)
+    mods = CallMods(q, k, plan, tensors, ints, mask, spec.score)
+    mods.correct()
+    given = (q, k, v, out, lse, d_out, d_lse)
+    return run_backward(*given, mods.plan, mods.score(), scale, spec.backend, *spec.orders)
 
 
 @torch.library.impl(_library, "sharded_attention_backward", "CompositeExplicitAutograd")
@@ -492,3 +490,8 @@ def _fake_backward(
     wanted = [x for x, needed in zip(values, spec.score.needs_grad, strict=False) if needed]
     dq, dk, dv = (empty_in_order(x, x.shape, order) for x, order in zip((q, k, v), spec.orders, strict=True))
     return dq, dk, dv, [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted if x is not None]
+
+
+# What compiled code calls by the name of torch.ops.magi_flex.direct, see inductor_lowering/direct_calls.py.
+DIRECT = {f.__name__: f for f in (plan_handle, attention, attention_backward)}
+torch.ops.magi_flex.direct = SimpleNamespace(**DIRECT)

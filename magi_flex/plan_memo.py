@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from magi_flex.kernels.contents import Contents, Verdict, contents_of
+
 if TYPE_CHECKING:
     from magi_flex.op_specs import BuiltMask
 
@@ -30,40 +33,58 @@ T = TypeVar("T")
 class _Entry:
     owner: StorageWeakRef
     value: Any
-    contents: tuple[Tensor, ...] = ()
+    contents: tuple[tuple[torch.device, Contents], ...] = ()
+
+
+class HandledMask:
+    """The plan behind a handle, which is not certain as long as ``verdict`` is there."""
+
+    def __init__(self, identity: Hashable, mask: BuiltMask, verdict: Verdict | None = None):
+        self.identity = identity
+        self.mask = mask
+        self.verdict = verdict
+
+    @property
+    def is_certain(self) -> bool:
+        return self.verdict is None
+
+    def correct(self, build: Callable[[], BuiltMask]) -> bool:
+        """Waits for the verdict; whether it was another plan until now.  From then on it is the right one."""
+        verdict, self.verdict = self.verdict, None
+        if verdict is None or verdict():
+            return False
+        self.mask = build()
+        return True
 
 
 class _HandleMemory(bytearray):
     """Memory of a handle, which holds its plan: both are freed when the last tensor over it is."""
 
-    identity: Hashable
-    mask: BuiltMask
+    plan: HandledMask
 
 
 _MOST_BYTES = 1 << 26  # of tensors that copies are kept of
-_EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # equal: same bits
 _LOOKED_AT = 4  # entries, of which the dead are dropped, at each new one: more than come, and not all of them each time
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # those that are looked at next come first
 _handles: WeakValueDictionary[int, _HandleMemory] = WeakValueDictionary()
+# Counted from a random number, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
+_keys = itertools.count(int.from_bytes(os.urandom(8), sys.byteorder) >> 2)
 _lock = threading.Lock()
 
 
-def new_handle(identity: Hashable, mask: BuiltMask) -> Tensor:
-    """int64 [1] on the CPU: a key for :func:`of_handle`, as long as its memory lives.
-
-    64 random bits, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
-    """
-    memory = _HandleMemory(os.urandom(8))
-    memory.identity, memory.mask = identity, mask
-    handle = torch.frombuffer(memory, dtype=torch.int64)
-    _handles[handle.item()] = memory
-    return handle
+def new_handle(plan: HandledMask) -> Tensor:
+    """int64 [1] on the CPU: a key for :func:`of_handle`, as long as its memory lives."""
+    key = next(_keys)
+    memory = _HandleMemory(key.to_bytes(8, sys.byteorder))
+    memory.plan = plan
+    _handles[key] = memory
+    return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def of_handle(handle: Tensor, identity: Hashable, build: Callable[[], BuiltMask]) -> BuiltMask:
-    """The plan of a handle, or a new one if it is a copy (or another process's) or not of this ``identity``."""
+def of_handle(handle: Tensor, identity: Hashable) -> HandledMask | None:
+    """The plan of a handle; None if it is a copy (or another process's) or not of this ``identity``."""
     memory = _handles.get(handle.item())
-    return memory.mask if memory is not None and memory.identity == identity else build()
+    return memory.plan if memory is not None and memory.plan.identity == identity else None
 
 
 def storage_key(owner: Tensor) -> int:
@@ -71,7 +92,9 @@ def storage_key(owner: Tensor) -> int:
     return owner.untyped_storage()._cdata
 
 
-def remember(key: Hashable, owner: Tensor, value: Any, contents: tuple[Tensor, ...] = ()) -> None:
+def remember(
+    key: Hashable, owner: Tensor, value: Any, contents: tuple[tuple[torch.device, Contents], ...] = ()
+) -> None:
     """Keep ``value`` under ``key`` until ``owner``'s memory is freed."""
     with _lock:
         for old in list(itertools.islice(_entries, _LOOKED_AT)):
@@ -103,8 +126,9 @@ def note(tensors: Sequence[Tensor], identity: Hashable, value: Any) -> None:
     Not for large tensors (``_MOST_BYTES``): their contents are copied.
     """
     if tensors and sum(x.nbytes for x in tensors) <= _MOST_BYTES:
-        contents = (piece.clone() if piece.device.type == "cpu" else piece for piece in _pieces(tensors))
-        remember(_key(tensors, identity), tensors[0], value, tuple(contents))
+        devices = dict.fromkeys(x.device for x in tensors)
+        contents = tuple((device, contents_of([x for x in tensors if x.device == device])) for device in devices)
+        remember(_key(tensors, identity), tensors[0], value, contents)
 
 
 def known(tensors: Sequence[Tensor], identity: Hashable) -> Any | None:
@@ -113,36 +137,44 @@ def known(tensors: Sequence[Tensor], identity: Hashable) -> Any | None:
     Contents are compared with copies: tensors can be written to without a trace (``.data``, memory shared with NumPy,
     the static memory of CUDA graphs).
     """
-    entry = _find(_key(tensors, identity))
-    if entry is None or not all(map(torch.equal, _pieces(tensors), entry.contents)):
+    found = _noted(tensors, identity)
+    if found is None:
         return None
-    return entry.value
+    value, verdict = found
+    return value if verdict is None or verdict() else None
+
+
+def expected(tensors: Sequence[Tensor], identity: Hashable, build: Callable[[], T]) -> tuple[T, Verdict | None]:
+    """As :func:`shared`, without waiting for a GPU, and what will say whether it is right (None: it is)."""
+    found = _noted(tensors, identity)
+    if found is not None:
+        return found
+    value = build()
+    note(tensors, identity, value)
+    return value, None
 
 
 def _key(tensors: Sequence[Tensor], identity: Hashable) -> Hashable:
     return identity, *[(storage_key(x), x.dtype, x.shape, x.device) for x in tensors]
 
 
+def _noted(tensors: Sequence[Tensor], identity: Hashable) -> tuple[Any, Verdict | None] | None:
+    """What was noted for these tensors, and what will say whether it still holds (None: it does); None if not."""
+    entry = _find(_key(tensors, identity))
+    if entry is None:
+        return None
+    verdicts = []
+    for device, contents in entry.contents:
+        there = tensors if len(entry.contents) == 1 else [x for x in tensors if x.device == device]
+        same = contents.compare(there)
+        if same is False:
+            return None
+        if same is not True:
+            verdicts.append(same)
+    return entry.value, (lambda: all(verdict() for verdict in verdicts)) if verdicts else None
+
+
 def _find(key: Hashable) -> _Entry | None:
     with _lock:
         entry = _entries.get(key)
     return entry if entry is not None and not entry.owner.expired() else None
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that are equal where the given ones hold the same bits: on a CPU each by itself, on a GPU all together,
-    so that it is waited for once."""
-    found = [x if x.dtype in _EXACT else _bytes(x) for x in tensors if x.device.type == "cpu"]
-    if len(found) < len(tensors):
-        for device in dict.fromkeys(x.device for x in tensors if x.device.type != "cpu"):
-            there = [x for x in tensors if x.device == device]
-            as_they_are = there[0].dtype in _EXACT and all(x.dtype == there[0].dtype for x in there)
-            found.append(torch.cat([x.reshape(-1) if as_they_are else _bytes(x) for x in there]))
-    return found
-
-
-def _bytes(x: Tensor) -> Tensor:
-    flat = (x.detach() if x.requires_grad else x).reshape(-1)
-    if flat.stride(0) != 1:  # a strided line; a single element counts as contiguous, whatever its stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import magi_flex
 from inductor_lowering.capture import trace_mask_mod
 from inductor_lowering.tile_program import joint_program, score_program
-from magi_flex import ops
+from magi_flex import ops, plan_memo
 from magi_flex.kernels.layout import dense_order
 from magi_flex.op_specs import CallSpec, MaskSpec, ScoreSpec
 from tests.cases.masks import make_mask
@@ -82,18 +82,50 @@ def test_training(dynamic: Any, calls: Calls, make: Any) -> None:
     assert (calls.plans, calls.forward, calls.backward) == (3, 3, 3)
 
 
-def test_a_mask_that_stays_is_planned_once(dynamic: Any, calls: Calls) -> None:
-    """Until its contents change, be it without a trace."""
+def test_a_mask_that_stays_is_planned_once(dynamic: Any, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its contents change, be it without a trace.  Compiled code calls our functions themselves."""
+    direct, called = torch.ops.magi_flex.direct, []
+    for name, function in vars(direct).copy().items():
+        monkeypatch.setattr(direct, name, lambda *args, n=name, f=function: (called.append(n), f(*args))[1])
     ids = torch.arange(129) // 50
     mask = stock.create_block_mask(lambda b, h, q, k: ids[q] >= ids[k], None, None, 129, 129, device="cpu")
     for _ in range(3):
         check_training(dynamic, qkv(), (ids[:, None] >= ids)[None, None], mask)
-    assert calls.plans == 1
+    assert calls.plans == 1 and called == 3 * ["plan_handle", "attention", "attention_backward"]
     mask.kv_indices.data.copy_(mask.kv_indices.data.flip(-1))
     mask.kv_num_blocks.data.fill_(2)
     ids.data.copy_(torch.arange(129) // 30)
     check_training(dynamic, qkv(), (ids[:, None] >= ids)[None, None], mask)
     assert calls.plans == 2
+
+
+def test_contents_that_are_compared_later(dynamic: Any, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a call runs by the plan from before, and again if that turns out to be another mask's; not where a
+    score mod could then be asked for pairs that the mask leaves out."""
+    noted = plan_memo._noted
+
+    def later(tensors: Any, identity: Any) -> Any:
+        entry = plan_memo._find(plan_memo._key(tensors, identity))
+        return None if entry is None else (entry.value, lambda: noted(tensors, identity) is not None)
+
+    monkeypatch.setattr(plan_memo, "_noted", later)
+    ids, table = torch.arange(129) // 50, torch.linspace(-1, 1, 3)
+    mask = stock.create_block_mask(lambda b, h, q, k: ids[q] >= ids[k], None, None, 129, 129, device="cpu")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + table[ids[q] % 3]
+
+    forwards = []
+    for given in (None, score_mod):
+        for documents in (50, 50, 30, 30):
+            ids.data.copy_(torch.arange(129) // documents)
+            if documents == 30:
+                mask.kv_indices.data.copy_(torch.tensor([[0, 1], [0, 1]]))
+                mask.kv_num_blocks.data.fill_(2)
+            before = calls.forward
+            check_training(dynamic, qkv(), (ids[:, None] >= ids)[None, None], mask, given)
+            forwards.append(calls.forward - before)
+    assert forwards == [1, 1, 2, 1] + [1, 1, 1, 1]
 
 
 def test_training_without_mask(static: Any, calls: Calls) -> None:

@@ -15,6 +15,7 @@ from magi_flex.kernels import ffa, ffa_backward_schedule, ffa_plans, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
 from magi_flex.kernels.ffa_copy_rows import can_copy, launch_copy_rows
 from magi_flex.kernels.request import (
+    IDENTITY,
     AttentionGradients,
     AttentionOutput,
     AttentionRequest,
@@ -22,7 +23,9 @@ from magi_flex.kernels.request import (
     ScoreProgram,
     Softcap,
 )
+from magi_flex.kernels.route import route
 from magi_flex.mask_plan import MaskPlan
+from magi_flex.ops import run_backward, run_forward
 from magi_flex.tiles import TilePlan
 from tests.cases.reference import AttentionWithGradients, assert_within_factor, dense_attention_with_gradients
 from tests.cases.score_mods import ScoreMod
@@ -100,6 +103,28 @@ def test_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v, d_out = inputs(q_len, kv_len, dim, dim, torch.bfloat16)
         d_lse = torch.randn(BATCH, HEADS, q_len)
         check_backward(AttentionRequest(q, k, v, plan(q_len, kv_len), 0.1), d_out, d_lse)
+
+
+def test_prepared_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the operators' functions: other contents of the same layout, and what a prepared call does not serve."""
+    always_sum_dq(monkeypatch)
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(ffa, "_GAIN_OF_THREE", 99.0)
+    monkeypatch.setattr(FfaBackend, "missing", lambda self, device: None)
+    route.cache_clear()
+    plan, order = causal(9, 33), (3, 2, 1, 0)
+    *qkv, d_out = inputs(9, 33, 128, 128, torch.bfloat16)
+    wider = torch.stack([d_out, d_out], 4)[..., 0]
+    for given, d_lse in ((d_out, None), (d_out / 2, None), (wider, None), (d_out, torch.randn(BATCH, HEADS, 9))):
+        request = AttentionRequest(*qkv, plan, 0.1)
+        out, lse, _ = run_forward(*qkv, plan, IDENTITY, 0.1, "ffa", True, order, False)
+        *grads, captured = run_backward(*qkv, out, lse, given, d_lse, plan, IDENTITY, 0.1, "ffa", *[order] * 3)
+        exact, rounded = (dense(request, given, d_lse, dtype) for dtype in (torch.float64, torch.bfloat16))
+        for name, got in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+            assert_within_factor(got, getattr(rounded, name), getattr(exact, name), floor=2e-3)
+        assert captured == []
+        qkv = [x * 2 for x in qkv[:2]] + [qkv[2] / 2]
+    route.cache_clear()
 
 
 def test_gradient_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

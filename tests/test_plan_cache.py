@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from inductor_lowering.capture import trace_mask_mod
-from magi_flex import op_specs, ops, plan_memo
+from magi_flex import call_mods, op_specs, ops, plan_memo
 from magi_flex.bit_tiles import count_bits
 from magi_flex.intervals import RowIntervals
-from magi_flex.kernels import plan_cache
+from magi_flex.kernels import contents, plan_cache
 from magi_flex.kernels.plan_cache import _CAPACITY, derived, kept, nothing_kept
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
@@ -122,13 +122,13 @@ def test_streams_do_not_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     program, captures = trace_mask_mod(lambda b, h, q, k: k >= first[q])
     spec = MaskSpec(program.to_json(), "t")
     stream = 1
-    for module in (op_specs, ops):
+    for module in (call_mods, op_specs, ops):
         monkeypatch.setattr(module, "stream_of", lambda device: stream)
     q, k = torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8)
     handle = ops.plan_handle(captures, [], spec.to_json(), 1, 1, 5, 5, q.device)
 
     def plan() -> MaskPlan:
-        return ops._with_plan(q, k, handle, captures, [], spec.to_json(), ScoreSpec())[0]
+        return call_mods.CallMods(q, k, handle, captures, [], spec.to_json(), ScoreSpec()).plan
 
     first_plan = plan()
     stream = 2
@@ -175,7 +175,7 @@ def test_contents_of_any_strides() -> None:
     numbers = torch.arange(20, dtype=torch.int32)
     grid = numbers.view(4, 5)
     for x in (numbers[::4], numbers[4:5].as_strided((1,), (4,), 4), grid[:, :1], grid.T, numbers[:0], grid[0, 0]):
-        assert torch.equal(plan_memo._bytes(x).view(x.dtype), x.flatten())
+        assert torch.equal(contents._bytes(x).view(x.dtype), x.flatten())
     word = numbers[3:4].as_strided((1, 1), (7, 4), 3)
     assert count_bits(word).tolist() == [[2, 0, 0, 0]]
 

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import magi_flex
-import magi_flex.distributed.group_ops  # its operators
+import magi_flex.distributed.context_ops  # these two for their operators
+import magi_flex.distributed.group_ops
 from inductor_lowering import static_intervals, translate
 from inductor_lowering.capture import trace_mask_mod
 from magi_flex import mods, ops

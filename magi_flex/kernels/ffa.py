@@ -41,6 +41,8 @@ from magi_flex.kernels.request import (
     Backend,
     Bias,
     Distance,
+    PreparedBackward,
+    PreparedForward,
     RequestFacts,
 )
 from magi_flex.kernels.tile_plans import has_room
@@ -133,17 +135,27 @@ class FfaBackend(Backend):
         return found
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
-        q, k, v = request.q, request.k, request.v
-        batch, heads, q_len, _ = q.shape
-        shape = torch.Size((batch, heads, q_len, v.shape[3]))
-        out = empty_like_filled(q, shape, torch.float32 if request.wide_results else q.dtype)
-        lse = q.new_empty(shape[:3], dtype=torch.float32)
-        max_score = torch.empty_like(lse)
-        if out.numel() == 0 or k.shape[2] == 0:
-            return AttentionOutput(out.zero_(), lse.fill_(-math.inf), max_score.fill_(-math.inf))
-        result = AttentionOutput(out, lse, max_score)
+        result = _new_results(request.q, *_out_like(request))
+        if result.out.numel() == 0 or request.k.shape[2] == 0:
+            return AttentionOutput(result.out.zero_(), result.lse.fill_(-math.inf), result.max_score.fill_(-math.inf))
         self._forward(request, result, accumulate=False)
         return result
+
+    def prepare_forward(self, request: AttentionRequest) -> PreparedForward | None:
+        shape, dtype = _out_like(request)
+        if 0 in shape or request.k.shape[2] == 0:
+            return None
+        scale, device = request.scale, request.q.device
+        with on_device(device):
+            launch = self._forward_launch(request, _new_results(request.q, shape, dtype), scale, None, accumulate=False)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
+            result = _new_results(q, shape, dtype)
+            with on_device(device):
+                launch(q, k, v, result, scale, None)
+            return result
+
+        return forward
 
     def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
         in_kernel = is_tma_ready(result.out) and result.lse.is_contiguous() and result.max_score.is_contiguous()
@@ -165,21 +177,27 @@ class FfaBackend(Backend):
         q, k, v = request.q, request.k, request.v
         pack = packed_heads(q.shape[1] // k.shape[1], request.plan.starts.shape[1])
         scale, score = scale_and_score(request, backward=False, pack=pack)
-        kinds = None if score is None else (score.kinds, score.generated)
+        with on_device(q.device):
+            self._forward_launch(request, result, scale, score, accumulate)(q, k, v, result, scale, score)
+
+    def _forward_launch(
+        self,
+        request: AttentionRequest,
+        result: AttentionOutput,
+        scale: float,
+        score: KernelScore | None,
+        accumulate: bool,
+    ) -> _KeptLaunch:
         what = (
             "ffa forward launch",
             request.launch_key,
             scale,
-            kinds,
+            None if score is None else (score.kinds, score.generated),
             result.out.dtype,
             result.out.stride(),
             accumulate,
         )
-        with on_device(q.device):
-            kept_launch = kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))
-            if kept_launch.copies:
-                q, k, v, _ = _ready(q, k, v, scale, score)
-            kept_launch.launch(q, k, v, result.out, result.lse, result.max_score, score)
+        return kept(request.plan, what, lambda: _forward_launch(request, result, scale, score, accumulate))
 
     def backward(
         self,
@@ -200,6 +218,26 @@ class FfaBackend(Backend):
             return super().backward_into(request, out, lse, d_out, d_lse, dq)
         return self._backward(request, out, lse, d_out, d_lse, dq)
 
+    def prepare_backward(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> PreparedBackward | None:
+        q, k, v = request.q, request.k, request.v
+        is_ready = d_out.dtype == q.dtype and lse.is_contiguous() and all(map(is_tma_ready, (q, k, v, out, d_out)))
+        if not is_ready or d_out.numel() == 0 or k.shape[2] == 0:
+            return None
+        given = (q, k, v, out, d_out, *(empty_like_filled(x, x.shape, x.dtype) for x in (q, k, v)))
+        device = q.device
+        with on_device(device):
+            launch = self._backward_launch(request, given, request.scale, None)
+
+        def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> AttentionGradients:
+            dq, dk, dv = [empty_like_filled(x, x.shape, x.dtype) for x in (q, k, v)]
+            with on_device(device):
+                launch(q, k, v, out, lse, d_out, None, dq, dk, dv)
+            return AttentionGradients(dq, dk, dv)
+
+        return backward
+
     def _backward(
         self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor
     ) -> AttentionGradients:
@@ -215,24 +253,28 @@ class FfaBackend(Backend):
             for x in (dq, dk, dv):
                 x.zero_()
             return AttentionGradients(dq, dk, dv, gradients())
-        fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
-        kinds = None if score is None else (score.kinds, score.generated)
         q, k, v, out, d_out = (tma_ready(x) for x in (q, k, v, out, d_out.to(q.dtype)))
-        given = (q, k, v, out, d_out, dq, dk, dv)
+        with on_device(q.device):
+            launch = self._backward_launch(request, (q, k, v, out, d_out, dq, dk, dv), scale, score)
+            d_lse = None if d_lse is None else d_lse.float().contiguous()
+            launch(q, k, v, out, lse.contiguous(), d_out, d_lse, dq, dk, dv, score)
+            return AttentionGradients(dq, dk, dv, gradients())
+
+    def _backward_launch(
+        self, request: AttentionRequest, given: Sequence[Tensor], scale: float, score: KernelScore | None
+    ) -> BackwardLaunch:
+        """``given``: q, k, v, out, d_out, dq, dk, dv as the kernels take them."""
+        fixed_order = request.deterministic or torch.are_deterministic_algorithms_enabled()
         what = (
             "ffa backward launch",
             request.launch_key,
             request.wide_results,
             scale,
-            kinds,
+            None if score is None else (score.kinds, score.generated),
             fixed_order,
-            *((x.dtype, x.stride()) for x in (out, d_out, dq)),
+            *((x.dtype, x.stride()) for x in given[3:6]),
         )
-        with on_device(q.device):
-            launch = kept(request.plan, what, lambda: _backward_launch(request, given, scale, score, fixed_order))
-            d_lse = None if d_lse is None else d_lse.float().contiguous()
-            launch(q, k, v, out, lse.contiguous(), d_out, d_lse, dq, dk, dv, score)
-            return AttentionGradients(dq, dk, dv, gradients())
+        return kept(request.plan, what, lambda: _backward_launch(request, given, scale, score, fixed_order))
 
 
 class _KeptLaunch(NamedTuple):
@@ -240,6 +282,24 @@ class _KeptLaunch(NamedTuple):
 
     launch: ForwardLaunch | LaunchInParts
     copies: bool
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, scale: float, score: KernelScore | None
+    ) -> None:
+        if self.copies:
+            q, k, v, _ = _ready(q, k, v, scale, score)
+        self.launch(q, k, v, result.out, result.lse, result.max_score, score)
+
+
+def _out_like(request: AttentionRequest) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of ``out``."""
+    q = request.q
+    return torch.Size((*q.shape[:3], request.v.shape[3])), torch.float32 if request.wide_results else q.dtype
+
+
+def _new_results(q: Tensor, shape: torch.Size, dtype: torch.dtype) -> AttentionOutput:
+    lse = q.new_empty(shape[:3], dtype=torch.float32)
+    return AttentionOutput(empty_like_filled(q, shape, dtype), lse, torch.empty_like(lse))
 
 
 def _ready(

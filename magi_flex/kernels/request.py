@@ -6,7 +6,7 @@ E value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,6 +149,11 @@ class AttentionGradients:
     captures: tuple[Tensor | None, ...] = ()
 
 
+PreparedForward = Callable[[Tensor, Tensor, Tensor], AttentionOutput]  # of q, k, v
+PreparedBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], AttentionGradients]
+"""Of q, k, v, out, lse, d_out."""
+
+
 class Backend:
     """One way to compute attention.  Subclasses are stateless.
 
@@ -177,6 +182,17 @@ class Backend:
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
         raise NotImplementedError
+
+    def prepare_forward(self, request: AttentionRequest) -> PreparedForward | None:
+        """:meth:`forward` for tensors like those of this request, which has no score mod (``prepared.py``), or None
+        where a call of its own does no more.  It must not hold the request's tensors or its plan."""
+        return None
+
+    def prepare_backward(
+        self, request: AttentionRequest, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> PreparedBackward | None:
+        """As :meth:`prepare_forward`, without a gradient with respect to ``lse``."""
+        return None
 
     def forward_into(self, request: AttentionRequest, result: AttentionOutput) -> None:
         """:meth:`forward`, written to the given tensors (of any strides)."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from magi_flex.kernels import (
+    contents,
     cuda_driver,
     ffa,
     ffa_backward,
@@ -105,6 +106,8 @@ def _tensor_map(x: Tensor, axes: tuple[int, ...], box: tuple[int, ...], swizzle:
     return _MAP.pack(x.data_ptr(), *sizes, *strides, *box, x.element_size(), swizzle)
 
 
+# Modules that have names of the driver or the compiler.
+_USERS = (contents, cuda_driver, ffa, ffa_plans, ffa_forward, ffa_backward, ffa_gradient_q, ffa_split, ffa_copy_rows)
 _MAP = cuda_driver.struct.Struct("<Q4Q4Q4III32x")
 
 
@@ -131,7 +134,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     monkeypatch.setattr(torch, "empty", _poisoned)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for module in (cuda_driver, ffa, ffa_plans, ffa_forward, ffa_backward, ffa_gradient_q, ffa_split, ffa_copy_rows):
+    for module in _USERS:
         if hasattr(module, "multiprocessors"):
             monkeypatch.setattr(module, "multiprocessors", lambda device: PROCESSORS)
         if hasattr(module, "compile_cubin"):
