@@ -135,8 +135,8 @@ def quick_intervals(
     Raises UnsupportedMask where the program is no mask.
     """
     args = (program, captures, batch, heads, q_len, kv_len, device)
-    kinds = tuple((x.dtype, x.shape) if isinstance(x, Tensor) else x for x in captures)
-    refused = ("no quick intervals", kinds, batch, heads, q_len, kv_len)  # contents do not matter
+    kinds = tuple((x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x for x in captures)
+    refused = ("no quick intervals", kinds, *args[2:])  # contents do not matter
     if refused in program.memo:
         return None
     try:

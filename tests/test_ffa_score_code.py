@@ -159,9 +159,8 @@ def code_of(score: ScoreProgram, backward: bool, pack: int = 1) -> KernelScore:
     return generated_score(score, CPU, backward, Lengths(HEADS, Q_LEN, KV_LEN), pack)
 
 
-def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """(results, slopes) of the generated code of each program."""
-    kernels = {name: code_of(score, True, 1 + number % 2) for number, (name, score) in enumerate(scores.items())}
+def compile_code(kernels: dict[str, KernelScore], folder: Path) -> ctypes.CDLL:
+    """For each mod ``run_NAME`` and ``add_up_NAME``, see tests/emulation/scores.cpp."""
     mods = []
     for name, kernel in kernels.items():
         assert kernel.generated is not None
@@ -169,6 +168,8 @@ def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tup
             kernel.generated.text.replace("GeneratedScore", f"Generated_{name}")
             + f'extern "C" void run_{name}(const void* p, const float* s, const int* n, float* r, float* d) '
             + f"{{ run<score_math::Generated_{name}>(p, s, n, r, d); }}\n"
+            + f'extern "C" void add_up_{name}(const void* p, const float* s, const float* g, const int* n) '
+            + f"{{ add_up<score_math::Generated_{name}>(p, s, g, n); }}\n"
         )
     (folder / "scores.cpp").write_text((HERE / "scores.cpp").read_text().replace("MODS", "\n".join(mods)))
     sources = [SOURCES / "ffa" / f"{name}.cuh" for name in ("score", "score_math", "descriptor")]
@@ -177,15 +178,24 @@ def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tup
     command = [str(COMPILER), *"-std=c++20 -O1 -ffp-contract=off -w -fPIC -shared scores.cpp -o scores.so".split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:5000]
-    library = ctypes.CDLL(str(folder / "scores.so"))
-    found = {}
+    return ctypes.CDLL(str(folder / "scores.so"))
+
+
+def packed(kernel: KernelScore) -> bytes:
+    """The parameters of the mod's code."""
+    assert kernel.generated is not None
+    return struct.pack("<" + kernel.generated.format, *kernel.values)
+
+
+def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """(results, slopes) of the generated code of each program."""
+    kernels = {name: code_of(score, True, 1 + number % 2) for number, (name, score) in enumerate(scores.items())}
+    library, found = compile_code(kernels, folder), {}
     for name, kernel in kernels.items():
-        assert kernel.generated is not None
-        params = struct.pack("<" + kernel.generated.format, *kernel.values)
         given, result, slope = _scores(), torch.empty(SIZES), torch.empty(SIZES)
         pointers = (ctypes.c_void_p(x.data_ptr()) for x in (given, result, slope))
         at = next(pointers)
-        getattr(library, f"run_{name}")(params, at, (ctypes.c_int * 4)(*SIZES), *pointers)
+        getattr(library, f"run_{name}")(packed(kernel), at, (ctypes.c_int * 4)(*SIZES), *pointers)
         found[name] = result, slope
     return found
 

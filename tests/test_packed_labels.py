@@ -128,6 +128,10 @@ def test_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         assert quick_intervals(program, other, 1, 1, S, S, "cpu") is None and len(tried) == 1
     assert quick_intervals(program, captures, 1, 1, S, S - 1, "cpu") is None and len(tried) == 2
     assert quick_intervals(program, (table[:, : S - 2],), 1, 1, S, S - 2, "cpu") is None and len(tried) == 3
+    ids = torch.arange(S) // 9
+    program, captures = trace_mask_mod(lambda b, h, q, k: ids[q] == ids[k])
+    assert quick_intervals(program, (ids.to("meta"),), 1, 1, S, S, "cpu") is None
+    assert quick_intervals(program, captures, 1, 1, S, S, "cpu") is not None
 
 
 def test_another_default_device() -> None:
