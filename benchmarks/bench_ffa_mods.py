@@ -1,11 +1,12 @@
 """Time score mods, bit tiles and plans with unused capacity in the Hopper kernels (backend "ffa").
 
     python -m benchmarks.bench_ffa_mods [--length 8192] [--dim 128] [--mods softcap,t5] [--masks causal,varlen_causal]
-                                        [--beside flex,triton]
+                                        [--beside flex,triton] [--learned]
 
 Every mod is run as the steps that it is recognised as, where there are such, and as generated code; a plain call stands
 beside all of them, and with ``--beside`` PyTorch's compiled FlexAttention and our Triton kernels with the same mod.
-Times are of the backend's forward and backward with plans made before, in turns; the figure is the median over rounds.
+With ``--learned`` the backward also gives the gradients of what the mods capture (ffa_mods_learned.json).  Times are of
+the backend's forward and backward with plans made before, in turns; the figure is the median over rounds.
 """
 
 from __future__ import annotations
@@ -40,26 +41,29 @@ from magi_flex.mask_plan import MaskPlan
 HEADS, KV_HEADS = 64, 8
 MODS = (
     *("none", "softcap", "alibi", "t5", "relative_table", "query_temperature", "soft_documents"),
+    *("log_gates", "pair_bias", "separable"),
     "bit_tiles",  # no mod, but timed like one: half of the mask's pairs, at random
 )
 
 
-def general(mod: Callable[..., Tensor], *captures: Tensor) -> ScoreProgram:
-    """The program of ``mod(*captures)``, of a score and its place, whose captures want no gradients."""
+def general(mod: Callable[..., Tensor], *captures: Tensor, learned: bool) -> ScoreProgram:
+    """The program of ``mod(*captures)``, of a score and its place; ``learned``: captured floats want gradients."""
+    needs_grad = tuple(learned and x.is_floating_point() for x in captures)
 
     def forward(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *captures: Tensor) -> Tensor:
         return mod(*captures)(score, b, h, q, k)
 
     def joint(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grad: Tensor, *captures: Tensor) -> list:
         leaf = score.detach().requires_grad_()
-        (d_score,) = torch.autograd.grad(forward(leaf, b, h, q, k, *captures), leaf, grad)
-        return [d_score, None, None, None, None, *[None] * len(captures)]
+        captures = tuple(x.detach().requires_grad_(y) for x, y in zip(captures, needs_grad, strict=True))
+        wanted = [leaf, *(x for x in captures if x.requires_grad)]
+        d_score, *grads = torch.autograd.grad(forward(leaf, b, h, q, k, *captures), wanted, grad)
+        return [d_score, None, None, None, None, *(grads.pop(0) if y else None for y in needs_grad)]
 
     score = torch.zeros((), device="cuda")
     places = [torch.zeros((), dtype=torch.int32, device="cuda") for _ in range(4)]
     with item_access_as_index():
         programs = make_fx(forward)(score, *places, *captures), make_fx(joint)(score, *places, score, *captures)
-    needs_grad = (False,) * len(captures)
     return ScoreProgram(None, score_program(programs[0]), joint_program(programs[1]), captures, needs_grad)
 
 
@@ -80,6 +84,12 @@ def user_mods(length: int) -> dict[str, Mod]:
         "relative_table": (lambda table: mods.relative_table(table, length), (relative,)),
         "query_temperature": (mods.query_temperature, (scaling,)),
         "soft_documents": (soft_documents, (document,)),
+        "log_gates": (mods.log_gates, (torch.rand(HEADS, length, device="cuda"),)),
+        "pair_bias": (mods.pair_bias, (torch.randn(1, 1, length, length, device="cuda").bfloat16(),)),
+        "separable": (
+            lambda *x: mods.separable_bias((length // 64, 64), *x),
+            (torch.randn(length // 32 - 1, device="cuda"), torch.randn(127, device="cuda")),
+        ),
     }
 
 
@@ -116,8 +126,8 @@ def mask_mod_of(mask: str, length: int) -> Callable[..., Tensor]:
     return mods.document_causal(mods.documents_from_lengths(document_lengths(length), device="cuda")[0])
 
 
-def requests(mod: str, mask: str, length: int, dim: int) -> dict[str, AttentionRequest]:
-    """How a backend can be asked: "plain" without the mod, "steps", "code", "bit tiles"."""
+def requests(mod: str, mask: str, length: int, dim: int, learned: bool) -> dict[str, AttentionRequest]:
+    """How a backend can be asked: "plain" without the mod, "steps", "code", "learned", "bit tiles"."""
     q, k, v, _ = tensors(length, dim)
     plain = AttentionRequest(q, k, v, plan_of(mask, length), dim**-0.5)
     if mod == "bit_tiles":
@@ -129,7 +139,9 @@ def requests(mod: str, mask: str, length: int, dim: int) -> dict[str, AttentionR
     if mod in steps:
         found["steps"] = replace(plain, score=steps[mod])
     if mod in code:
-        found["code"] = replace(plain, score=general(code[mod][0], *code[mod][1]))
+        found["code"] = replace(plain, score=general(code[mod][0], *code[mod][1], learned=False))
+    if learned and mod in code:
+        found["learned"] = replace(plain, score=general(code[mod][0], *code[mod][1], learned=True))
     return found
 
 
@@ -144,31 +156,35 @@ def of_backend(backend: Backend, request: AttentionRequest, d_out: Tensor) -> tu
     return works
 
 
-def of_stock(mod: str, mask: str, length: int, request: AttentionRequest, d_out: Tensor) -> tuple[Any, ...]:
+def of_stock(
+    mod: str, mask: str, length: int, request: AttentionRequest, d_out: Tensor, learned: bool
+) -> tuple[Any, ...]:
     bind, captures = user_mods(length).get(mod, (lambda: None, ()))
+    captures = tuple(x.requires_grad_(learned and x.is_floating_point()) for x in captures)
     block_mask = create_block_mask(mask_mod_of(mask, length), None, None, length, length, device="cuda")
     torch._dynamo.reset()
     flex, score_mod = torch.compile(flex_attention, fullgraph=True), bind(*captures)
     leaves = [x.detach().clone().requires_grad_() for x in (request.q, request.k, request.v)]
+    wanted = [*leaves, *(x for x in captures if x.requires_grad)]
 
     def stock(*operands: Tensor) -> Tensor:
         return flex(*operands, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
 
     forward = partial(stock, request.q, request.k, request.v)
     forward()
-    return forward, gradients_of(lambda: stock(*leaves), leaves, d_out)
+    return forward, gradients_of(lambda: stock(*leaves), wanted, d_out)
 
 
-def sides(mod: str, mask: str, length: int, dim: int, beside: Sequence[str]) -> Sides:
+def sides(mod: str, mask: str, length: int, dim: int, beside: Sequence[str], learned: bool) -> Sides:
     """All that is timed for a mod; everybody has run once."""
-    asked, d_out = requests(mod, mask, length, dim), tensors(length, dim)[3]
+    asked, d_out = requests(mod, mask, length, dim, learned), tensors(length, dim)[3]
     with ThreadPoolExecutor(4) as pool:  # compile side by side
         works = dict(zip(asked, pool.map(lambda x: of_backend(FfaBackend(), x, d_out), asked.values()), strict=True))
     last = asked[next(reversed(asked))]
     if "triton" in beside:
         works["triton"] = of_backend(TritonBackend(), last, d_out)
     if "flex" in beside:
-        works["flex"] = of_stock(mod, mask, length, asked["plain"], d_out)
+        works["flex"] = of_stock(mod, mask, length, asked["plain"], d_out, learned)
     torch.cuda.synchronize()
     return {direction: {who: work[i] for who, work in works.items()} for i, direction in enumerate(("fwd", "bwd"))}
 
@@ -180,7 +196,8 @@ def measure(mod: str, mask: str, length: int, dim: int, found: Sides, rounds: in
         rates = {
             who: attention_tflops(area, HEADS, dim, dim, direction, timing.median_ms) for who, timing in timings.items()
         }
-        for how in ("plain",) if mod == "none" else [x for x in ("steps", "code", "bit tiles") if x in rates]:
+        ours = ("plain",) if mod == "none" else ("steps", "code", "learned", "bit tiles")
+        for how in (x for x in ours if x in rates):
             kind = ("score_mod", "ffa", mask, length, f"{HEADS}:{KV_HEADS}", dim, "bfloat16", direction)
             beside = {who: rate for who, rate in rates.items() if who != how}
             more = {"score mod": mod, "as": how}
@@ -223,8 +240,9 @@ def main() -> None:
     parser.add_argument("--mods", default=",".join(MODS))
     parser.add_argument("--masks", default="causal,varlen_causal")
     parser.add_argument("--beside", default="", help="flex, triton or both: others with the same mods")
+    parser.add_argument("--learned", action="store_true", help="with the gradients of what the mods capture")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="where ffa_mods.json is written")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="where the results are written")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         leave("needs a Hopper GPU")
@@ -232,11 +250,11 @@ def main() -> None:
     for mask in args.masks.split(","):
         for mod in args.mods.split(","):
             beside = () if mod == "bit_tiles" else args.beside.split(",")
-            work = sides(mod, mask, args.length, args.dim, beside)
-            rows += measure(mod, mask, args.length, args.dim, work, args.rounds)
-            print(f"{mask}, {mod}: done", flush=True)
-    print(table(rows))
-    print("written:", write_results("ffa_mods", rows, args.directory))
+            work = sides(mod, mask, args.length, args.dim, beside, args.learned)
+            found = measure(mod, mask, args.length, args.dim, work, args.rounds)
+            print(f"{mask}, {mod}:\n{table(found)}", flush=True)
+            rows += found
+    print("written:", write_results("ffa_mods_learned" if args.learned else "ffa_mods", rows, args.directory))
 
 
 if __name__ == "__main__":

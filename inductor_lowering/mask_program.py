@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,17 +311,17 @@ class MaskProgram:
     def axis_operands(self, at: int) -> list[int] | None:
         """The largest parts of a step that do not depend on both q and k; None if it cannot run on the grid."""
         found: dict[int, None] = {}
-
-        def visit(i: int) -> bool:
-            step = self.steps[i]
-            if not step.depends:
-                return True
-            if not step.mixed and not step.shape:
-                found[i] = None
-                return True
-            return step.on_grid and all(visit(j) for j in refs_of((step.args, step.kwargs)))
-
-        return list(found) if visit(at) else None
+        open_steps = [at]
+        while open_steps:
+            number = open_steps.pop()
+            step = self.steps[number]
+            if step.depends and not step.mixed and not step.shape:
+                found[number] = None
+            elif step.depends:
+                if not step.on_grid:
+                    return None
+                open_steps += reversed(refs_of((step.args, step.kwargs)))
+        return list(found)
 
     def value_from(self, at: int, operands: dict[int, Tensor]) -> Tensor:
         """A step from the values of its ``axis_operands``."""
@@ -335,63 +335,72 @@ class MaskProgram:
         known: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Run on the grid; ``part`` reads values of single axes from the whole axis and slices them."""
-        memo: dict[int, Any] = dict(known or {})
+        values: dict[int, Any] = dict(known or {})
 
-        def value(i: int) -> Any:
-            if i not in memo:
-                memo[i] = compute(i)
-            return memo[i]
+        def is_axis(step: Step) -> bool:
+            return part and not step.mixed and not step.shape and step.on_grid
 
-        def compute(i: int) -> Any:
-            step = self.steps[i]
+        for number in self._needed(at, lambda i, step: i in values or not step.on_grid or is_axis(step)):
+            step = self.steps[number]
+            if number in values:
+                continue
             if not step.depends:
-                constant = self.constant(i)
-                if isinstance(constant, Tensor) and constant.dim() == 0:
-                    return constant.view(1, 1, 1, 1)
-                return constant
-            if part and not step.mixed and not step.shape and step.on_grid:
-                return _slice_axes(self.axis_value(i), ranges, self.sizes)
-            if step.kind == "index":
+                constant = self.constant(number)
+                scalar = isinstance(constant, Tensor) and constant.dim() == 0
+                values[number] = constant.view(1, 1, 1, 1) if scalar else constant
+            elif is_axis(step):
+                values[number] = _slice_axes(self.axis_value(number), ranges, self.sizes)
+            elif step.kind == "index":
                 axis = step.args[0]
                 shape = [1, 1, 1, 1]
                 shape[AXES.index(axis)] = -1
-                return torch.arange(*ranges[axis], device=self.device).view(shape)
-            if not step.on_grid:
-                return self._vmapped(i, ranges)
-            if step.name == "aten::index":
-                indices = [value(x.step) for x in step.args[1]]
-                return step.op(self.constant(step.args[0].step), [_as_index(x) for x in indices])
-            return step.op(*tree_map(operand, step.args), **tree_map(operand, step.kwargs))
-
-        def operand(x: Any) -> Any:
-            return value(x.step) if isinstance(x, Ref) else x
-
-        out = value(at)
-        memo.clear()  # the functions above refer to one another, so that it would live on until they are collected
+                values[number] = torch.arange(*ranges[axis], device=self.device).view(shape)
+            elif not step.on_grid:
+                values[number] = self._vmapped(number, ranges)
+            elif step.name == "aten::index":
+                indices = [_as_index(values[x.step]) for x in step.args[1]]
+                values[number] = step.op(self.constant(step.args[0].step), indices)
+            else:
+                args, kwargs = tree_map(lambda x: values[x.step] if isinstance(x, Ref) else x, (step.args, step.kwargs))
+                values[number] = step.op(*args, **kwargs)
+        out = values[at]
         if not isinstance(out, Tensor):
             out = torch.full((1, 1, 1, 1), out, device=self.device)
         return out
 
+    def _needed(self, at: int, is_known: Callable[[int, Step], bool]) -> list[int]:
+        """``at`` and the steps that it is computed from, operands first; constants and what is known need no others.
+
+        No function that calls itself: that is a reference cycle, which keeps all that it sees until Python's next
+        garbage collection, and memory of a CUDA graph longer than it may be kept.
+        """
+        needed: set[int] = set()
+        open_steps = [at]
+        while open_steps:
+            number = open_steps.pop()
+            step = self.steps[number]
+            if number not in needed and step.depends and not is_known(number, step):
+                open_steps += refs_of((step.args, step.kwargs))
+            needed.add(number)
+        return sorted(needed)
+
     def _vmapped(self, at: int, ranges: dict[str, tuple[int, int]]) -> Tensor:
         """Run the steps that ``at`` needs with torch.vmap over the axes it depends on (tensors of any rank inside)."""
         axes = [axis for axis in AXES if axis in self.steps[at].depends]
+        needed = self._needed(at, lambda i, step: False)
 
         def single(*indices: Tensor) -> Tensor:
-            memo: dict[int, Any] = {}
             index_of = dict(zip(axes, indices, strict=True))
-
-            def value(i: int) -> Any:
-                if i not in memo:
-                    step = self.steps[i]
-                    if not step.depends:
-                        memo[i] = self.constant(i)
-                    elif step.kind == "index":
-                        memo[i] = index_of[step.args[0]]
-                    else:
-                        memo[i] = self._run_scalar(step, lambda x: value(x.step))
-                return memo[i]
-
-            return value(at)
+            values: dict[int, Any] = {}
+            for number in needed:
+                step = self.steps[number]
+                if not step.depends:
+                    values[number] = self.constant(number)
+                elif step.kind == "index":
+                    values[number] = index_of[step.args[0]]
+                else:
+                    values[number] = self._run_scalar(step, lambda x: values[x.step])
+            return values[at]
 
         mapped = single
         for position in reversed(range(len(axes))):

@@ -176,20 +176,8 @@ class FxProgram:
         values: list[Any] = []
         remaining = iter(args)
 
-        def decode(x: Any, dense: bool = True) -> Any:
-            if isinstance(x, dict):
-                if "node" in x:
-                    value = values[x["node"]]
-                    return value.to_dense() if dense and isinstance(value, ScatterAdd) else value
-                if "dtype" in x:
-                    dtype = getattr(torch, x["dtype"])
-                    low = dtype in (torch.bfloat16, torch.float16)
-                    return low_precision if low and low_precision is not None else dtype
-                if "device" in x:
-                    return device
-                if "float" in x:
-                    return float(x["float"])
-            return [decode(y, dense) for y in x] if isinstance(x, list) else x
+        def decode(x: Any) -> Any:
+            return _decoded(x, values, device, low_precision, dense=True)
 
         def keep(tile: Tensor) -> Tensor:
             return tile if attended is None else torch.where(attended, tile, 0)
@@ -199,7 +187,7 @@ class FxProgram:
             if kind == "arg":
                 values.append(next(remaining))
             elif kind == "return":
-                return decode(step[1], dense=False)
+                return _decoded(step[1], values, device, low_precision, dense=False)
             elif kind == "python":
                 values.append(PYTHON_FUNCTIONS[step[1]](*decode(step[2])))
             elif kind == "literal":
@@ -220,6 +208,29 @@ class FxProgram:
                 kwargs = {k: decode(v) for k, v in step[4].items() if not (isinstance(v, dict) and "omit" in v)}
                 values.append(op(*decode(step[3]), **kwargs))
         raise UnsupportedProgram("the graph has no output")
+
+
+def _decoded(
+    x: Any, values: Sequence[Any], device: torch.device, low_precision: torch.dtype | None, dense: bool
+) -> Any:
+    """An operand of :meth:`FxProgram.run`; ``values``: of the steps so far.
+
+    No function inside of ``run``: one that calls itself is a reference cycle, which would keep all the values until
+    Python's next garbage collection.
+    """
+    if isinstance(x, dict):
+        if "node" in x:
+            value = values[x["node"]]
+            return value.to_dense() if dense and isinstance(value, ScatterAdd) else value
+        if "dtype" in x:
+            dtype = getattr(torch, x["dtype"])
+            low = dtype in (torch.bfloat16, torch.float16)
+            return low_precision if low and low_precision is not None else dtype
+        if "device" in x:
+            return device
+        if "float" in x:
+            return float(x["float"])
+    return [_decoded(y, values, device, low_precision, dense) for y in x] if isinstance(x, list) else x
 
 
 def constant_on(device: torch.device, data: Tensor) -> Tensor:

@@ -49,12 +49,15 @@ class HandledMask:
         return self.verdict is None
 
     def correct(self, build: Callable[[], BuiltMask]) -> bool:
-        """Waits for the verdict; whether it was another plan until now.  From then on it is the right one."""
-        verdict, self.verdict = self.verdict, None
-        if verdict is None or verdict():
-            return False
-        self.mask = build()
-        return True
+        """Waits for the verdict; whether it was another plan until now.  From then on it is the right one.
+
+        It becomes certain last: if waiting or building fails, whoever comes next asks again.
+        """
+        differs = self.verdict is not None and not self.verdict()
+        if differs:
+            self.mask = build()
+        self.verdict = None
+        return differs
 
 
 class _HandleMemory(bytearray):

@@ -41,7 +41,7 @@ def tensors() -> list[Tensor]:
 
 @pytest.mark.parametrize("way", ["host", "kernel"])
 def test_a_single_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: type[Contents] = contents._OnHost
+    made: type[Contents] = contents._AtOnce
     if way == "kernel":
         if emulator.COMPILER is None:
             pytest.skip("needs g++")
@@ -83,3 +83,7 @@ def test_flags_serve_one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     del unfinished
     third, fourth = held.compare([x]), held.compare([x + 1])
     assert third() and not fourth() and HostFlag.made == before + 3
+
+
+def test_devices_without_our_kernels_or_cuda_are_asked_at_once() -> None:
+    assert type(contents.contents_of([torch.empty(3, device="meta")])) is contents._AtOnce

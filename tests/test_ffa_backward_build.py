@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa_backward
 from magi_flex.kernels.cuda_build import has_compiler
@@ -18,11 +19,14 @@ from magi_flex.kernels.ffa_backward_schedule import (
     plan_backward,
     tile_steps,
 )
+from magi_flex.kernels.ffa_generated_score import generated_score
 from magi_flex.kernels.request import Multiply, RequestFacts, Softcap
 from magi_flex.kernels.route import explain_route
+from magi_flex.kernels.score_distance import Lengths
 from magi_flex.mask_plan import MaskPlan
 from magi_flex.mask_structure import Band
 from magi_flex.tiles import build_tile_plan
+from tests.cases.score_programs import traced_score
 from tests.test_ffa_build import HGMMA, LOAD_LOCAL, R2P, STORE_LOCAL, instructions
 
 ROWS, KEYS = 64, 128
@@ -52,6 +56,18 @@ def test_backward_uses_the_matrix_units_and_spills_nothing(instance: BackwardIns
     dq = -(-instance.head_dim // 128) * KEYS // 16 if instance.sum_dq else scores
     assert found[HGMMA] == scores + instance.v_dim // 16 + rows + dq + rows
     assert found[STORE_LOCAL] == found[LOAD_LOCAL] == 0
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no CUDA compiler")
+def test_sums_of_captures_leave_the_products_alone() -> None:
+    captures = [torch.rand(shape).requires_grad_() for shape in ((8, 32), (8,))]
+    program = traced_score(lambda t, x: mods.chain(mods.t5_bias(t), mods.alibi(x)), captures, learned=True)
+    score = generated_score(program, torch.device("cpu"), True, Lengths(8, 512, 512), 1)
+    instance = backward_instance(torch.bfloat16, 128, 128, generated=score.generated)
+    cubin = instance.compile()
+    assert cubin.warnings == [] and cubin.spill_bytes <= 32
+    found = instructions(cubin.code, "ffa_backward")
+    assert found[HGMMA] == 2 * 128 // 16 + 2 * instance.rows // 16 + KEYS // 16
 
 
 def test_parameters_have_the_sizes_that_the_source_asserts() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from magi_flex import mods
 from magi_flex.intervals import RowIntervals
 from magi_flex.kernels import ffa, ffa_backward_schedule, ffa_plans, tile_plans
 from magi_flex.kernels.ffa import FfaBackend
@@ -264,6 +265,55 @@ def test_general_score_mod_and_bit_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
     gradients = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, None)
     for name in ("dq", "dk", "dv"):
         assert_within_factor(getattr(gradients, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+
+
+def documents(q_len: int, kv_len: int) -> MaskPlan:
+    """Causal documents of 1 to 70 tokens, others in each batch entry; rows behind the keys attend to nothing."""
+    torch.manual_seed(kv_len)
+    lengths = torch.randint(1, 71, (2, kv_len)).cumsum(1)
+    row, key = (
+        torch.searchsorted(lengths, torch.arange(n).expand(2, n).contiguous(), right=True) for n in (q_len, kv_len)
+    )
+    causal_pairs = torch.arange(kv_len) <= torch.arange(q_len)[:, None]
+    dense = (row[:, None, :, None] == key[:, None, None, :]) & causal_pairs
+    dense[0, ..., -3:, :] = False
+    return MaskPlan(RowIntervals.from_dense(dense))
+
+
+def all_kinds(scale: Tensor, table: Tensor, gates: Tensor, bias: Tensor, keys: Tensor, axis: Tensor) -> ScoreMod:
+    """Gradients that are summed over all pairs of a head, along diagonals, rows and columns, and pair by pair."""
+    return mods.chain(
+        mods.temperature(scale), mods.t5_bias(table, 40), mods.log_gates(gates), mods.pair_bias(bias),
+        mods.key_bias(keys), lambda s, b, h, q, k: s + axis[q % 7 - k % 7 + 6], mods.softcap(6.0),
+    )  # fmt: skip
+
+
+def test_gradients_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_sum_dq(monkeypatch)
+    for seed, (plan, (q_len, kv_len)) in enumerate(((documents, (127, 257)), (causal, (1, 5)))):
+        emulator.install(monkeypatch, seed)
+        q, k, v, d_out = (x.repeat(2, 1, 1, 1) for x in inputs(q_len, kv_len, 64, 64, torch.bfloat16))
+        d_lse = torch.randn(q.shape[:3])
+        shapes = ((HEADS,), (HEADS, 16), (max(q_len, kv_len),), (1, HEADS, q_len, kv_len), (2, HEADS, kv_len), (13,))
+        captures = [torch.rand(shape).add(0.2).requires_grad_() for shape in shapes]
+        request = AttentionRequest(q, k, v, plan(q_len, kv_len), 0.1, traced_score(all_kinds, captures, learned=True))
+        mask, references = request.plan.to_dense(), []
+        for dtype in (torch.float64, q.dtype):
+            leaves = [x.detach().to(torch.promote_types(dtype, x.dtype)).requires_grad_() for x in captures]
+            mod = all_kinds(*leaves)
+            references.append(
+                dense_attention_with_gradients(q, k, v, d_out, d_lse, mask, mod, leaves, request.scale, dtype)
+            )
+        exact, rounded = references
+        result = FfaBackend().backward(request, exact.out.to(q.dtype), exact.lse.float(), d_out, d_lse)
+        for name in ("dq", "dk", "dv"):
+            assert_within_factor(getattr(result, name), getattr(rounded, name), getattr(exact, name), floor=2e-3)
+        for found, near, right in zip(result.captures, rounded.captures, exact.captures, strict=True):
+            assert found is not None
+            assert_within_factor(found, near, right, floor=1e-3)
+        assert (
+            result.captures[3] is not None and (result.captures[3][~mask.any(0).expand(HEADS, -1, -1)[None]] == 0).all()
+        )
 
 
 def test_room_for_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,13 @@ CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
         lambda s, b, h, q, k: s**2 + s**3 + (s.abs() + 1) ** 0.5 + (s.abs() + 1) ** -1.7 + (1 + s * s) ** -1
     ),
     "low_precision": _mod(lambda s, b, h, q, k: s + (q * 0.1).to(torch.bfloat16) * (k * 0.3).to(torch.float16)),
+    # A number that is compared with a 16-bit float, or is one, is rounded first.
+    "low_precision_numbers": (
+        lambda t: lambda s, b, h, q, k: (
+            s + (t[k] == 0.1) + 2.0 * (t[q] >= 0.3) + 4.0 * (0.7 < t[k]) + torch.where(k < 5, 0.1, t[k])
+        ),
+        (torch.tensor([0.1, 0.3, 0.7, 0.2] * 8, dtype=torch.bfloat16),),
+    ),
     "hard": _mod(lambda s, b, h, q, k: torch.where((k <= q) & ((q - k < 9) | (k < 2)), s, -float("inf"))),
     "not_of_the_score": _mod(lambda s, b, h, q, k: (q - k).float() * 0.1 + h),
     "out_of_bounds": (lambda t: lambda s, b, h, q, k: s + t[q - k - 4], (_table(9),)),
@@ -152,9 +159,8 @@ def code_of(score: ScoreProgram, backward: bool, pack: int = 1) -> KernelScore:
     return generated_score(score, CPU, backward, Lengths(HEADS, Q_LEN, KV_LEN), pack)
 
 
-def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """(results, slopes) of the generated code of each program."""
-    kernels = {name: code_of(score, True, 1 + number % 2) for number, (name, score) in enumerate(scores.items())}
+def compile_code(kernels: dict[str, KernelScore], folder: Path) -> ctypes.CDLL:
+    """For each mod ``run_NAME`` and ``add_up_NAME``, see tests/emulation/scores.cpp."""
     mods = []
     for name, kernel in kernels.items():
         assert kernel.generated is not None
@@ -162,6 +168,8 @@ def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tup
             kernel.generated.text.replace("GeneratedScore", f"Generated_{name}")
             + f'extern "C" void run_{name}(const void* p, const float* s, const int* n, float* r, float* d) '
             + f"{{ run<score_math::Generated_{name}>(p, s, n, r, d); }}\n"
+            + f'extern "C" void add_up_{name}(const void* p, const float* s, const float* g, const int* n) '
+            + f"{{ add_up<score_math::Generated_{name}>(p, s, g, n); }}\n"
         )
     (folder / "scores.cpp").write_text((HERE / "scores.cpp").read_text().replace("MODS", "\n".join(mods)))
     sources = [SOURCES / "ffa" / f"{name}.cuh" for name in ("score", "score_math", "descriptor")]
@@ -170,15 +178,24 @@ def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tup
     command = [str(COMPILER), *"-std=c++20 -O1 -ffp-contract=off -w -fPIC -shared scores.cpp -o scores.so".split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:5000]
-    library = ctypes.CDLL(str(folder / "scores.so"))
-    found = {}
+    return ctypes.CDLL(str(folder / "scores.so"))
+
+
+def packed(kernel: KernelScore) -> bytes:
+    """The parameters of the mod's code."""
+    assert kernel.generated is not None
+    return struct.pack("<" + kernel.generated.format, *kernel.values)
+
+
+def compile_mods(scores: dict[str, ScoreProgram], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """(results, slopes) of the generated code of each program."""
+    kernels = {name: code_of(score, True, 1 + number % 2) for number, (name, score) in enumerate(scores.items())}
+    library, found = compile_code(kernels, folder), {}
     for name, kernel in kernels.items():
-        assert kernel.generated is not None
-        params = struct.pack("<" + kernel.generated.format, *kernel.values)
         given, result, slope = _scores(), torch.empty(SIZES), torch.empty(SIZES)
         pointers = (ctypes.c_void_p(x.data_ptr()) for x in (given, result, slope))
         at = next(pointers)
-        getattr(library, f"run_{name}")(params, at, (ctypes.c_int * 4)(*SIZES), *pointers)
+        getattr(library, f"run_{name}")(packed(kernel), at, (ctypes.c_int * 4)(*SIZES), *pointers)
         found[name] = result, slope
     return found
 

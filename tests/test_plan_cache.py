@@ -191,3 +191,26 @@ def test_dead_entries_go_while_others_live() -> None:
         plan_memo.remember(("short", i), torch.empty(1), values.pop())
     assert sum(x() is not None for x in alive) <= len(living) // 2
     assert [plan_memo.recall(("living", i), lambda: -1) for i in range(len(living))] == list(range(len(living)))
+
+
+def test_a_plan_is_certain_only_when_it_is_the_right_one() -> None:
+    """Whatever goes wrong while it is waited for: then whoever comes next asks again."""
+    stale, right = (op_specs.BuiltMask(MaskPlan(RowIntervals.full(4, 4))) for _ in range(2))
+    answers: list[bool | None] = [None, False]
+
+    def verdict() -> bool:
+        answer = answers.pop(0)
+        if answer is None:
+            raise KeyboardInterrupt
+        return answer
+
+    def build() -> op_specs.BuiltMask:
+        assert not handled.is_certain
+        return right
+
+    handled = plan_memo.HandledMask("any", stale, verdict)
+    with pytest.raises(KeyboardInterrupt):
+        handled.correct(build)
+    assert not handled.is_certain and handled.mask is stale
+    assert handled.correct(build) and handled.is_certain and handled.mask is right
+    assert not handled.correct(build)

@@ -41,12 +41,12 @@ class Contents:
 def contents_of(tensors: Sequence[Tensor]) -> Contents:
     """Of tensors of one device."""
     device = tensors[0].device
-    if device.type == "cpu":
-        return _OnHost(tensors)
+    if device.type != "cuda":
+        return _AtOnce(tensors)
     return _ByKernel(tensors) if len(tensors) <= _PAIRS and _has_kernel(device) else _ByTorch(tensors)
 
 
-class _OnHost(Contents):
+class _AtOnce(Contents):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._copies = [_exact(x).clone() for x in tensors]
 

@@ -130,8 +130,8 @@ class FfaBackend(Backend):
             found.append("positions that the steps of a score mod see must be the local ones")
         if facts.needs_backward and not facts.linear_gradient:
             found.append("the gradient of the score mod is not a multiple of the gradient that it gets")
-        if facts.score_grads:
-            found.append("gradients of what a score mod captures are not computed")
+        if facts.score_grads and facts.needs_backward and facts.deterministic:
+            found.append("sums the gradients of what a score mod captures in no fixed order")
         return found
 
     def forward(self, request: AttentionRequest) -> AttentionOutput:
@@ -243,18 +243,22 @@ class FfaBackend(Backend):
     ) -> AttentionGradients:
         q, k, v = request.q, request.k, request.v
         dk, dv = (empty_like_filled(x, x.shape, torch.float32 if request.wide_results else x.dtype) for x in (k, v))
-        gradients = AttentionGradients(dq, dk, dv, (None,) * len(request.score.captures))
+        scale, score = scale_and_score(request, backward=True, pack=1)
+        gradients = (
+            score.gradients
+            if score and any(request.score.needs_grad)
+            else lambda: (None,) * len(request.score.captures)
+        )
         if d_out.numel() == 0 or k.shape[2] == 0:
             for x in (dq, dk, dv):
                 x.zero_()
-            return gradients
-        scale, score = scale_and_score(request, backward=True, pack=1)
+            return AttentionGradients(dq, dk, dv, gradients())
         q, k, v, out, d_out = (tma_ready(x) for x in (q, k, v, out, d_out.to(q.dtype)))
         with on_device(q.device):
             launch = self._backward_launch(request, (q, k, v, out, d_out, dq, dk, dv), scale, score)
             d_lse = None if d_lse is None else d_lse.float().contiguous()
             launch(q, k, v, out, lse.contiguous(), d_out, d_lse, dq, dk, dv, score)
-        return gradients
+            return AttentionGradients(dq, dk, dv, gradients())
 
     def _backward_launch(
         self, request: AttentionRequest, given: Sequence[Tensor], scale: float, score: KernelScore | None
@@ -521,7 +525,8 @@ def backward_instance(
     sum_dq = sum_dq and not deterministic
     if not (score_steps or generated):
         rows = _LONG_STEPS.get(pair, rows)
-    pack = 1 if sum_dq else pack
+    if sum_dq or (generated is not None and generated.has_sums):
+        pack = 1
     return BackwardInstance(
         *(dtype, *pair, rows, keys, sum_dq, wide, wide_dq, wide_out, pack, score_steps, generated, bit_tiles)
     )

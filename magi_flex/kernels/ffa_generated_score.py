@@ -6,6 +6,12 @@
     score_math::GeneratedScore::apply(score, args, head, row, key) -> score
     score_math::GeneratedScore::apply(score, args, head, row, key, slope) -> score; slope *= the derivative
 
+and where captures want gradients, which are sums over all pairs (csrc/cuda/ffa/capture_sums.cuh),
+
+    score_math::GeneratedScore::differentiate(score, args, head, row, key, gradient, values, places) -> gradient of the
+        score, from that of the mod's result; what the pair adds to each sum, and where
+    score_math::GeneratedScore::place(args, head, row, key, n) -> where, unless that depends on the pair
+
 What a graph computes from its captures alone runs before the kernel as torch operations (score_split.py).  Captured
 tensors are read where they lie, by address, sizes and strides; captured numbers are arguments of the launch.  What
 depends on q - k, and the head, alone is read from tables by distance (score_distance.py) where that is cheaper.  The
@@ -16,6 +22,7 @@ their indices are in bounds for all pairs, and on how tables by distance and hea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +33,13 @@ from magi_flex.kernels.ffa_score import GeneratedCode, KernelScore
 from magi_flex.kernels.ffa_score_inputs import ByDistance, Graph, LaunchArguments, Layout, offset_type
 from magi_flex.kernels.request import IndexMap, ScoreProgram
 from magi_flex.kernels.score_distance import Lengths
-from magi_flex.kernels.score_split import JOINT_ARGUMENTS, SCORE_ARGUMENTS
+from magi_flex.kernels.score_split import (
+    JOINT_ARGUMENTS,
+    SCORE_ARGUMENTS,
+    capture_gradients,
+    split_of,
+    wanted_sums,
+)
 from magi_flex.kernels.score_walk import NO_AXES, ScoreWalk, Value
 
 SUPPORTED = frozenset(RULES) | {"aten::index", "flex_lib::zeros_and_scatter", "sum"}
@@ -59,6 +72,22 @@ class _Code:
                 self.lines[level].append(f"const {kind} {name} = {code};")
             self._names[key] = f"{level}.{name}" if level else name
         return self._names[key]
+
+
+class _Sum(NamedTuple):
+    """Code of a sum over all pairs.
+
+    Attributes:
+        kind: see CaptureSum.
+        memory: the float32 tensor that it is added to.
+        place: of the element there, counted from its beginning; negative: there is none.  By distance: of distance 0.
+        value: of a pair.
+    """
+
+    kind: str
+    memory: str
+    place: str
+    value: str
 
 
 class _Writer(ScoreWalk):
@@ -122,31 +151,56 @@ class _Writer(ScoreWalk):
             raise UnsupportedProgram("indexing of what is no captured tensor")
         name, table = self.tables[source["node"]]
         found = self.decode(indices)
-        for index in found:
+        if len(found) < table.dim():
+            raise UnsupportedProgram("a captured tensor that is not indexed down to single elements")
+        offset, inside, axes = self._offset(step, found, name, offset_type(table))
+        code = _load(table.dtype, name, offset)
+        if inside:
+            # A pair that attends and indexes out of bounds must be seen: its score is NaN.
+            other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
+            code = f"{inside} ? {code} : {other}"
+        self.define(step, code, torch.empty((1,) * 4, dtype=table.dtype, device="meta"), axes)
+
+    def _offset(
+        self, step: int, indices: Sequence[Any], name: str, offset: str, first_axis: int = 0
+    ) -> tuple[str, str, frozenset[str]]:
+        """Where an element of a tensor lies, of the type ``offset``; whether its indices are in bounds (empty: they
+        always are); what they depend on.  ``first_axis``: of the tensor's sizes and strides."""
+        inside, terms = [], []
+        for axis, index in enumerate(indices):
             whole = isinstance(index, Value) and not (
                 isinstance(index.meta, Tensor) and (index.meta.dtype == torch.bool or index.meta.is_floating_point())
             )
             if not whole:
                 raise UnsupportedProgram("an index that is no whole number")
-        if len(found) < table.dim():
-            raise UnsupportedProgram("a captured tensor that is not indexed down to single elements")
-        offset = offset_type(table)
-        inside, terms = [], []
-        for axis, index in enumerate(found):
-            size, stride = (f"static_cast<{offset}>({name}_{what}{axis})" for what in ("size", "stride"))
+            size, stride = (f"static_cast<{offset}>({name}_{what}{first_axis + axis})" for what in ("size", "stride"))
             if (step, axis) in self.in_bounds:
                 at = f"static_cast<{offset}>({index.code})"
             else:
                 at = self.code.define(offset, f"position<{offset}>({index.code}, {size})", index.axes)
                 inside.append(self.code.define("bool", f"{at} >= 0", index.axes))
             terms.append(self.code.define(offset, f"{at} * {stride}", index.axes))
-        code = _load(table.dtype, name, " + ".join(terms))
-        if inside:
-            # A pair that attends and indexes out of bounds must be seen: its score is NaN.
-            other = number(float("nan") if table.is_floating_point() else 0, table.dtype)
-            code = f"{' && '.join(inside)} ? {code} : {other}"
-        axes = NO_AXES.union(*(index.axes for index in found))
-        self.define(step, code, torch.empty((1,) * 4, dtype=table.dtype, device="meta"), axes)
+        return " + ".join(terms), " && ".join(inside), NO_AXES.union(*(index.axes for index in indices))
+
+    def sums(self, launch: LaunchArguments, place_type: str) -> list[_Sum]:
+        """The code of the graph's sums."""
+        found = []
+        for step, what in self.graph.sums.items():
+            name, _ = launch.inputs["sum", step]
+            memory = f"static_cast<float*>(const_cast<void*>({name}))"
+            if what.kind == "distance":
+                head = f"head.first * static_cast<{place_type}>({name}_stride0) + " if None in what.by_distance else ""
+                place = f"{head}static_cast<{place_type}>({launch.inputs['first'][0]})"
+            elif what.indices:
+                place, inside, _ = self._offset(step, self.decode(list(what.indices)), name, place_type, 1)
+                if what.kind == "pair":  # the copy of this thread block
+                    copy = f"static_cast<int>(blockIdx.x & ({name}_size0 - 1)) * static_cast<int>({name}_stride0)"
+                    place = f"{self.code.define('int', copy, NO_AXES)} + {place}"
+                place = f"{inside} ? {place} : -1" if inside else place
+            else:
+                place = "0"
+            found.append(_Sum(what.kind, memory, place, cast(self.value(what.value), torch.float32)))
+        return found
 
     def result(self) -> str:
         """The returned score, or its gradient."""
@@ -177,26 +231,29 @@ def generated_score(
     layout = Layout(lengths, score.index_map.h_offset, pack)
     in_order = score.index_map.q_index is None and score.index_map.k_index is None
     try:
-        return _generate(score, device, backward, layout if in_order else None)
+        return _generate(score, device, backward, layout, in_order)
     except UnsupportedProgram as error:
         raise NoCode(f"score_mod: the ffa kernels cannot run it ({error}); choose another backend") from error
 
 
-def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout: Layout | None) -> KernelScore:
+def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout: Layout, in_order: bool) -> KernelScore:
     assert score.forward is not None
-    launch = LaunchArguments(device)
-    graphs = [Graph.of(score.forward, SCORE_ARGUMENTS, "v", layout)]
+    launch, by_distance = LaunchArguments(device), layout if in_order else None
+    graphs = [Graph.of(score.forward, SCORE_ARGUMENTS, "v", by_distance)]
+    wanted = wanted_sums(score) if backward and any(score.needs_grad) else ()
     if backward:
         assert score.joint is not None
-        graphs.append(Graph.of(score.joint, JOINT_ARGUMENTS, "d", layout))
+        graphs.append(Graph.of(score.joint, JOINT_ARGUMENTS, "d", by_distance, wanted))
     places = _places(launch, score.index_map)
     for graph in graphs:
-        graph.add_inputs(launch, score.captures, layout)
+        graph.add_inputs(launch, score.captures, by_distance)
+    memory = graphs[-1].add_sums(launch, score.captures, layout.lengths, by_distance) if wanted else None
 
     def generate() -> tuple[GeneratedCode | str, list[Graph]]:
         """The code, or why there is none; and the graphs, so that they live as long as their ids."""
         try:
-            return GeneratedCode(_text(launch, layout, places, graphs), launch.format or "q"), graphs
+            text = _text(launch, by_distance, places, graphs)
+            return GeneratedCode(text, launch.format or "q", bool(wanted)), graphs
         except UnsupportedProgram as error:
             return str(error), graphs
 
@@ -204,7 +261,13 @@ def _generate(score: ScoreProgram, device: torch.device, backward: bool, layout:
     code, _ = score.forward.recall(key, generate)
     if isinstance(code, str):
         raise UnsupportedProgram(code)
-    return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code)
+
+    def gradients() -> tuple[Tensor | None, ...]:
+        assert score.joint is not None
+        sums = split_of(score.joint, JOINT_ARGUMENTS).sums
+        return capture_gradients(score, memory.totals(sums) if memory else [None] * len(sums), device)
+
+    return KernelScore((), tuple(launch.values) or (0,), tuple(launch.tables), generated=code, gradients=gradients)
 
 
 def _places(launch: LaunchArguments, index_map: IndexMap) -> dict[str, str]:
@@ -223,10 +286,14 @@ def _places(launch: LaunchArguments, index_map: IndexMap) -> dict[str, str]:
 
 def _text(launch: LaunchArguments, layout: Layout | None, places: dict[str, str], graphs: Sequence[Graph]) -> str:
     """The header, from the score's graph and, for the backward kernels, that of its gradient."""
-    code = _Code()
+    code, derivative, sums = _Code(), "grad", list[_Sum]()
+    buffers = (launch.inputs["sum", step][1] for step in graphs[-1].sums)
+    place_type = "int64" if "int64" in map(offset_type, buffers) else "int"
     result = _Writer(graphs[0], launch, layout, code).result()
     apply = list(code.lines[""])
-    derivative = _Writer(graphs[1], launch, layout, code).result() if len(graphs) > 1 else "grad"
+    if len(graphs) > 1:
+        writer = _Writer(graphs[1], launch, layout, code)
+        derivative, sums = writer.result(), writer.sums(launch, place_type)
 
     def level(name: str, places_here: dict[str, str], parameters: str) -> list[str]:
         kind = name.capitalize()
@@ -255,6 +322,7 @@ def _text(launch: LaunchArguments, layout: Layout | None, places: dict[str, str]
         "struct GeneratedScore {",
         "    static constexpr int kCount = 1;",
         f"    static constexpr bool kSlopes = {'false' if derivative == 'grad' else 'true'};",
+        f"    static constexpr int kSums = {len(sums)};",
         "    struct Params {",
         *(f"        {field}" for field in launch.fields or ["int64 unused;"]),
         "    };",
@@ -265,4 +333,31 @@ def _text(launch: LaunchArguments, layout: Layout | None, places: dict[str, str]
     ]
     if len(graphs) > 1:
         text += function(", float& slope", ["const float grad = 1.0f;", *code.lines[""], f"slope *= {derivative};"])
+    if sums:
+        lines = [*apply, f"const float grad = gradient({result});", *code.lines[""][len(apply) :]]
+        text += _sums_text(sums, place_type, lines, derivative)
     return "\n".join([*text, "};", "}  // namespace score_math", ""])
+
+
+def _sums_text(sums: Sequence[_Sum], place_type: str, lines: Sequence[str], derivative: str) -> list[str]:
+    def by_number(values: Sequence[str]) -> str:
+        return " : ".join([*(f"n == {n} ? {value}" for n, value in enumerate(values[:-1])), values[-1]])
+
+    of_pair = [n for n, x in enumerate(sums) if x.kind == "pair"]
+    places = by_number([f"static_cast<Place>({'-1' if n in of_pair else x.place})" for n, x in enumerate(sums)])
+    parameters = "const Params& args, const Head& head, const Row& row, const Key& key"
+    kinds, memories = by_number([f"SumKind::{x.kind}" for x in sums]), by_number([x.memory for x in sums])
+    return [
+        f"    using Place = {place_type};",
+        f"    FFA_DEVICE static constexpr SumKind sum_kind(int n) {{ return {kinds}; }}",
+        f"    FFA_DEVICE static float* sum(const Params& args, int n) {{ return {memories}; }}",
+        f"    FFA_DEVICE static Place place({parameters}, int n) {{ return {places}; }}",
+        "    template <class Gradient>",
+        f"    FFA_DEVICE static float differentiate(float score, {parameters}, const Gradient& gradient,",
+        "                                          float (&values)[kSums], Place (&places)[kSums]) {",
+        *(f"        {line}" for line in lines),
+        *(f"        values[{n}] = {x.value};" for n, x in enumerate(sums)),
+        *(f"        places[{n}] = {sums[n].place};" for n in of_pair),
+        f"        return {derivative};",
+        "    }",
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,11 +21,13 @@ _BIAS_KINDS = {torch.float32: "bias_f32", torch.bfloat16: "bias_bf16", torch.flo
 class GeneratedCode(NamedTuple):
     """A score mod as source code (:mod:`magi_flex.kernels.ffa_generated_score`).
 
-    ``text``: of generated.cuh; ``format``: of its parameters, for the struct module.
+    ``text``: of generated.cuh; ``format``: of its parameters, for the struct module; ``has_sums``: it adds up gradients
+    of captures.
     """
 
     text: str
     format: str
+    has_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class KernelScore:
     tables: what the values point into, to be kept until the launch.
     factor: product of the constant factors among the steps (the kernels leave it out of the derivative).
     generated: code in the place of steps; then the values are its parameters.
+    gradients: of what the mod captures, behind the launch that adds them up; None of what is not wanted.
     """
 
     kinds: tuple[str, ...]
@@ -43,6 +46,7 @@ class KernelScore:
     tables: tuple[Tensor, ...]
     factor: float = 1.0
     generated: GeneratedCode | None = None
+    gradients: Callable[[], tuple[Tensor | None, ...]] = tuple
 
 
 def kernel_score(steps: Sequence[ScoreStep]) -> KernelScore:

@@ -22,13 +22,13 @@ def scale_and_score(request: AttentionRequest, backward: bool, pack: int) -> tup
 
     ``pack``: see :class:`magi_flex.kernels.ffa_score_inputs.Layout`.
 
-    Raises NoCode where the mod is no steps and no code can be made of it.
+    Raises NoCode where the mod is no steps, or captures want gradients, and no code can be made of it.
     """
     score, q = request.score, request.q
     if score.is_identity:
         return request.scale, None
     lengths = Lengths(q.shape[1], q.shape[2], request.k.shape[2])
-    if score.steps is None:
+    if score.steps is None or (backward and any(score.needs_grad)):
         return request.scale, generated_score(score, q.device, backward, lengths, pack)
     if _reads_tables(score) and _is_code(score, backward):
         with contextlib.suppress(NoCode):  # then it stays steps

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_flex.fx_program import FxProgram, UnsupportedProgram
+from magi_flex.fx_program import FxProgram, UnsupportedProgram, references
+from magi_flex.kernels.ffa_capture_sums import CaptureSum, Indices, SumMemory, find_sums
 from magi_flex.kernels.score_distance import Lengths, by_distance, distance_costs, function_of_distance, gather
 from magi_flex.kernels.score_ranges import Range, ranges
-from magi_flex.kernels.score_split import Split, split_of
+from magi_flex.kernels.score_split import Split, split_of, sum_shape
 from magi_flex.kernels.score_walk import kernel_inputs
 
 _CONSTANTS = ("aten::full", "aten::scalar_tensor")
@@ -63,7 +64,7 @@ class Reading(NamedTuple):
 
     source: int
     what: Hashable
-    indices: tuple[str | int | None, ...]
+    indices: Indices
 
 
 class LaunchArguments:
@@ -130,6 +131,7 @@ class Graph:
         inputs: the other steps before the kernel that the code reads, with what tells them apart.
         distances: of ``steps`` those whose values are read from a table by distance, as functions of the distance.
         readings: of ``steps`` those that are such a table of a captured tensor.
+        sums: by their steps, the sums over all pairs that are wanted.
     """
 
     program: FxProgram
@@ -141,13 +143,14 @@ class Graph:
     inputs: dict[int, Hashable]
     distances: dict[int, str]
     readings: dict[int, Reading]
+    sums: dict[int, CaptureSum]
 
     @staticmethod
-    def of(program: FxProgram, arguments: int, name: str, layout: Layout | None) -> Graph:
-        """``layout``: of tables by distance, where these are possible."""
+    def of(program: FxProgram, arguments: int, name: str, layout: Layout | None, sums: tuple[int, ...] = ()) -> Graph:
+        """``layout``: of tables by distance, where these are possible; ``sums``: steps that are wanted sums."""
         has_heads = layout is not None and layout.has_heads
-        key = ("cuda", arguments, name, layout is not None, has_heads)
-        return program.recall(key, lambda: _graph(program, arguments, name, layout is not None, has_heads))
+        key = ("cuda", arguments, name, layout is not None, has_heads, sums)
+        return program.recall(key, lambda: _graph(program, arguments, name, layout is not None, has_heads, sums))
 
     def add_inputs(self, launch: LaunchArguments, captures: Sequence[Any], layout: Layout | None) -> None:
         sources = tuple(dict.fromkeys((*self.inputs, *(reading.source for reading in self.readings.values()))))
@@ -155,7 +158,7 @@ class Graph:
         values = dict(zip(sources, found, strict=True))
         for step, what in self.inputs.items():
             launch.add(what, values[step])
-        launch.in_bounds[self.name] = frozenset() if layout is None else self._in_bounds(values, layout)
+        launch.in_bounds[self.name] = frozenset() if layout is None else self._in_bounds(self._read(values), layout)
         if layout is None or not (self.distances or self.readings):
             return
         launch.add("first", layout.lengths.first)
@@ -170,18 +173,50 @@ class Graph:
                 where = (tuple(source.shape), layout.lengths, layout.head_offset, layout.pack, launch.device)
                 launch.add(what, gather(reading.indices, *where).of(source))
 
-    def _in_bounds(self, values: dict[int, Any], layout: Layout) -> frozenset[tuple[int, int]]:
-        """Steps that read a captured tensor where it lies, with the axes whose index needs no check."""
+    def add_sums(
+        self, launch: LaunchArguments, captures: Sequence[Any], lengths: Lengths, layout: Layout | None
+    ) -> SumMemory:
+        """Memory for the sums; the launch gets its addresses."""
+        steps = {number: self.program.steps[number] for number in self.sums}
+        scatters = [step for step in steps.values() if step[0] != "sum"]
+        sizes = tuple(dict.fromkeys(n for step in scatters for n in references(step[3][0])))
+        found = kernel_inputs(self.program, sizes, self.arguments, captures, launch.device)
+        values = dict(zip(sizes, found, strict=True))
+        shapes = {number: tuple(sum_shape(step, values)) for number, step in steps.items()}
+        gathers = {}
+        for number, what in self.sums.items():
+            if what.kind == "distance":
+                assert layout is not None
+                where = (shapes[number], lengths, layout.head_offset, layout.pack, launch.device)
+                gathers[number] = gather(what.by_distance, *where)
+                launch.add("first", lengths.first)
+        memory = SumMemory.of(self.sums, shapes, gathers, lengths, launch.device)
+        for number, buffer in memory.buffers.items():
+            launch.add(("sum", number), buffer)
+        if layout is not None:
+            written = [(number, shapes[number], what.indices) for number, what in self.sums.items()]
+            launch.in_bounds[self.name] |= self._in_bounds(written, layout)
+        return memory
+
+    def _read(self, values: dict[int, Any]) -> Iterator[tuple[int, tuple[int, ...], Sequence[Any]]]:
+        """Steps that read a captured tensor where it lies, with its shape and their indices."""
+        for step in self.steps:
+            if self.program.steps[step][1] == "aten::index" and step not in self.readings:
+                source, indices = self.program.steps[step][3]
+                table = values.get(source["node"])
+                if isinstance(table, Tensor):
+                    yield step, tuple(table.shape), indices
+
+    def _in_bounds(
+        self, accesses: Iterable[tuple[int, tuple[int, ...], Sequence[Any]]], layout: Layout
+    ) -> frozenset[tuple[int, int]]:
+        """Of steps, with shapes and indices, the axes whose index needs no check."""
         bounds = self.program.recall(("bounds", layout.lengths, layout.head_offset), lambda: self._bounds(layout))
         found = set()
-        for step in self.steps:
-            if self.program.steps[step][1] != "aten::index" or step in self.readings:
-                continue
-            source, indices = self.program.steps[step][3]
-            table = values.get(source["node"])
-            for axis, index in enumerate(indices):
+        for step, shape, indices in accesses:
+            for axis, (index, size) in enumerate(zip(indices, shape, strict=False)):
                 low, high = bounds.get(index["node"], (-1, 0)) if isinstance(index, dict) else (index, index)
-                if isinstance(table, Tensor) and axis < table.dim() and 0 <= low and high < table.shape[axis]:
+                if 0 <= low and high < size:
                     found.add((step, axis))
         return frozenset(found)
 
@@ -199,17 +234,26 @@ class Graph:
         return ByDistance((reading.what, reading.indices), layout.pack if None in reading.indices else 0)
 
 
-def _graph(program: FxProgram, arguments: int, name: str, by_distance: bool, by_head: bool) -> Graph:
+def _graph(
+    program: FxProgram, arguments: int, name: str, by_distance: bool, by_head: bool, wanted: tuple[int, ...]
+) -> Graph:
     split = split_of(program, arguments)
     given = [number for number, step in enumerate(program.steps) if step[0] == "arg"]
     costs = distance_costs(program, arguments) if by_distance else {}
     tile, distances, readings = set(split.tile) - set(split.sums), {}, {}
 
-    def what(step: int) -> Hashable:
+    def name_of(step: int) -> Hashable:
         return ("capture", given.index(step) - arguments) if step in given else (name, step)
 
+    def functions(indices: Sequence[Any]) -> Indices | None:
+        found = _functions_of_distance(program, indices, given[2], costs)
+        return found if found is not None and (by_head or None not in found) else None
+
+    sums = find_sums(program, split, arguments, wanted, functions)
     used: set[int] = set()
     open_steps = [step for step in split.outputs[:1] if step is not None]
+    for what in sums.values():
+        open_steps += [what.value, *(references(what.indices) if what.kind != "distance" else ())]
     while open_steps:
         step = open_steps.pop()
         if step in used:
@@ -217,10 +261,11 @@ def _graph(program: FxProgram, arguments: int, name: str, by_distance: bool, by_
         used.add(step)
         if step not in tile:
             continue
-        indices = _indices_of_reading(program, step, split, given[2], costs)
-        if indices is not None and (by_head or None not in indices):
-            source = program.steps[step][3][0]["node"]
-            readings[step] = Reading(source, what(source), indices)
+        is_index = program.steps[step][1] == "aten::index"
+        source, indices = program.steps[step][3] if is_index else ({}, ())
+        read = functions(indices) if is_index and source["node"] in split.inputs else None
+        if read is not None:
+            readings[step] = Reading(source["node"], name_of(source["node"]), read)
         elif costs.get(step, 0) > _READ_COST:
             distances[step] = function_of_distance(program, step)
         else:
@@ -232,10 +277,10 @@ def _graph(program: FxProgram, arguments: int, name: str, by_distance: bool, by_
             if constant is not None:
                 constants[step] = constant
             else:
-                inputs[step] = what(step)
+                inputs[step] = name_of(step)
     steps = tuple(step for step in split.tile if step in used)
     distances, readings = ({step: found[step] for step in steps if step in found} for found in (distances, readings))
-    return Graph(program, arguments, name, split, steps, constants, inputs, distances, readings)
+    return Graph(program, arguments, name, split, steps, constants, inputs, distances, readings, sums)
 
 
 def _constant(program: FxProgram, step: int) -> tuple[bool | int | float, torch.dtype] | None:
@@ -246,13 +291,10 @@ def _constant(program: FxProgram, step: int) -> tuple[bool | int | float, torch.
     return (value.item(), value.dtype) if value.dim() == 0 else None
 
 
-def _indices_of_reading(
-    program: FxProgram, step: int, split: Split, head: int, costs: dict[int, int]
-) -> tuple[str | int | None, ...] | None:
-    """See :class:`Reading`; None where the step is no such thing."""
-    if program.steps[step][1] != "aten::index":
-        return None
-    source, indices = program.steps[step][3]
+def _functions_of_distance(
+    program: FxProgram, indices: Sequence[Any], head: int, costs: dict[int, int]
+) -> Indices | None:
+    """See :attr:`Reading.indices`; None where the indices are no such thing."""
     found: list[str | int | None] = []
     for index in indices:
         node = index["node"] if isinstance(index, dict) and "node" in index else None
@@ -264,5 +306,4 @@ def _indices_of_reading(
             found.append(function_of_distance(program, node))
         else:
             return None
-    whole = source["node"] in split.inputs and any(isinstance(x, str) for x in found)
-    return tuple(found) if whole else None
+    return tuple(found) if any(isinstance(x, str) for x in found) else None

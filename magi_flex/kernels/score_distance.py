@@ -8,6 +8,7 @@ Shape legend: D distances, H query heads, P heads that lie together.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +147,22 @@ class Gather(NamedTuple):
         if self.outside is None:
             return found
         return found.masked_fill(self.outside, float("nan") if found.is_floating_point() else 0)
+
+    def adjoint(self, gradient: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """The gradient of the captured tensor, of ``sizes``, from that of :meth:`of` for one head after the other.
+
+        Args:
+            gradient: ``[H, D]``; or ``[1, D]`` where no axis is indexed by head.
+        """
+        place = torch.zeros((), dtype=torch.int64, device=gradient.device)
+        for index, size in zip(self.indices, sizes, strict=True):
+            place = place * size + index % size
+        gradient = gradient[..., None] if place.dim() == 3 else gradient[0]
+        if self.outside is not None:
+            gradient = gradient.masked_fill(self.outside, 0)
+        total = gradient.new_zeros(math.prod(sizes))
+        total.index_add_(0, place.expand(gradient.shape).flatten(), gradient.flatten())
+        return total.view(sizes)
 
 
 def gather(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from magi_flex.fx_program import FxProgram, UnsupportedProgram
-from magi_flex.kernels.request import Multiply, ScoreStep
+from magi_flex.kernels.request import Multiply, ScoreProgram, ScoreStep
 
 SCORE_ARGUMENTS, JOINT_ARGUMENTS = 5, 6  # score, b, h, q, k and, in the joint graph, the gradient of the result
 SCATTER = "flex_lib::zeros_and_scatter"
@@ -141,6 +145,71 @@ def _split(program: FxProgram, arguments: int) -> Split:
             if is_sum:
                 sums.append(number)
     return Split(tuple(sorted(inputs)), tuple(tile), tuple(sums), tuple(outputs))
+
+
+# ---- gradients of captures ------------------------------------------------------------------------------------------
+
+
+def sum_shape(step: Any, inputs: Mapping[int, Any]) -> list[int]:
+    """Of the tensor that a step of :attr:`Split.sums` makes; ``inputs`` has the values of steps before the kernel."""
+    if step[0] == "sum":
+        return []
+    return [inputs[x["node"]] if isinstance(x, dict) else x for x in step[3][0]]
+
+
+def wanted_sums(score: ScoreProgram) -> tuple[int, ...]:
+    """The steps of :attr:`Split.sums` of the joint graph that the wanted gradients of captures are made of."""
+    assert score.joint is not None
+    wanted = _wanted(score)
+    joint = score.joint
+    return joint.recall(("wanted sums", wanted), lambda: _wanted_sums(joint, wanted))
+
+
+def _wanted(score: ScoreProgram) -> tuple[int | None, ...]:
+    """The steps that are gradients of captures; None where it is not wanted, or zero."""
+    assert score.joint is not None
+    outputs = split_of(score.joint, JOINT_ARGUMENTS).outputs[SCORE_ARGUMENTS:]
+    needed = (*score.needs_grad, *(False,) * len(outputs))
+    return tuple(n if x else None for n, x in zip(outputs, needed, strict=False))
+
+
+def _wanted_sums(joint: FxProgram, wanted: Sequence[int | None]) -> tuple[int, ...]:
+    sums = split_of(joint, JOINT_ARGUMENTS).sums
+    used = {n for n in wanted if n is not None}
+    for number in range(len(joint.steps) - 1, -1, -1):
+        if number in used and number not in sums:
+            used.update(joint.references(number))
+    return tuple(n for n in sums if n in used)
+
+
+def capture_gradients(
+    score: ScoreProgram, totals: Sequence[Tensor | None], device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the captures, in their dtypes and shapes; None where it is not wanted.
+
+    Args:
+        totals: of each step of :attr:`Split.sums` its sum over all pairs, float32; None where nothing wanted needs it.
+    """
+    joint = score.joint
+    assert joint is not None
+    known = [n for n, step in enumerate(joint.steps) if step[0] == "arg"]
+    wanted, sums = _wanted(score), split_of(joint, JOINT_ARGUMENTS).sums
+    behind = joint.recall(("behind", wanted), lambda: joint.part([*known, *sums], wanted))
+    values = behind.run([*(None,) * JOINT_ARGUMENTS, *score.captures, *totals], device, torch.float32)
+    gradients: list[Tensor | None] = []
+    for position, capture in enumerate(score.captures):
+        needed = position < len(score.needs_grad) and score.needs_grad[position]
+        value = values[position] if position < len(values) else None
+        if not needed:
+            gradients.append(None)
+        elif value is None:
+            gradients.append(torch.zeros_like(capture))
+        else:
+            gradients.append(value.to(capture.dtype).expand(capture.shape).contiguous())
+    return tuple(gradients)
+
+
+# ---- scale ----------------------------------------------------------------------------------------------------------
 
 
 def leading_factors(scale: float, steps: tuple[ScoreStep, ...]) -> tuple[float, tuple[ScoreStep, ...]]:

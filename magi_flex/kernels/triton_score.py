@@ -33,7 +33,9 @@ from magi_flex.kernels.score_split import (
     JOINT_ARGUMENTS,
     SCORE_ARGUMENTS,
     Split,
+    capture_gradients,
     split_of,
+    sum_shape,
 )
 from magi_flex.kernels.score_walk import NO_AXES, ScoreWalk, Value, kernel_inputs, kind_of
 from magi_flex.kernels.triton_emit import RULES, cast, literal
@@ -304,10 +306,8 @@ def _with_gradient(forward: KernelScore, score: ScoreProgram, joint: FxProgram, 
         return load_module(_HEADER + text)
 
     module = joint.recall(("joint", kind_of(inputs)), generate)
-    totals = [
-        torch.zeros(_shape(joint.steps[n], dict(zip(split.inputs, inputs, strict=True))), device=device)
-        for n in split.sums
-    ]
+    sizes = dict(zip(split.inputs, inputs, strict=True))
+    totals = [torch.zeros(sum_shape(joint.steps[n], sizes), device=device) for n in split.sums]
     wanted = any(score.needs_grad)
     return KernelScore(
         forward.score,
@@ -316,35 +316,5 @@ def _with_gradient(forward: KernelScore, score: ScoreProgram, joint: FxProgram, 
         forward.args,
         _flat_arguments(inputs),
         _flat_arguments(totals),
-        lambda: _capture_gradients(score, joint, split, totals, device),
+        lambda: capture_gradients(score, totals, device),
     )
-
-
-def _shape(step: Any, inputs: dict[int, Any]) -> list[int]:
-    """Of the gradient that a sum over all scores adds to."""
-    if step[0] == "sum":
-        return []
-    return [inputs[x["node"]] if isinstance(x, dict) else x for x in step[3][0]]
-
-
-def _capture_gradients(
-    score: ScoreProgram, joint: FxProgram, split: Split, totals: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor | None, ...]:
-    known = [n for n, step in enumerate(joint.steps) if step[0] == "arg"]
-    outputs = split.outputs[SCORE_ARGUMENTS:]
-    wanted = [
-        n if needed else None for n, needed in zip(outputs, (*score.needs_grad, *(False,) * len(outputs)), strict=False)
-    ]
-    behind = joint.recall(("behind", tuple(wanted)), lambda: joint.part([*known, *split.sums], wanted))
-    values = behind.run([*(None,) * JOINT_ARGUMENTS, *score.captures, *totals], device, torch.float32)
-    gradients: list[Tensor | None] = []
-    for position, capture in enumerate(score.captures):
-        needed = position < len(score.needs_grad) and score.needs_grad[position]
-        value = values[position] if position < len(values) else None
-        if not needed:
-            gradients.append(None)
-        elif value is None:
-            gradients.append(torch.zeros_like(capture))
-        else:
-            gradients.append(value.to(capture.dtype).expand(capture.shape).contiguous())
-    return tuple(gradients)

@@ -66,6 +66,11 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
 inline float __fdividef(float x, float y) { return x / y; }
 
 // ---- threads ------------------------------------------------------------------------------------------------------

@@ -179,6 +179,9 @@ inline void reduce_add_global_v4(float* global, float x, float y, float z, float
     if (reinterpret_cast<uint64>(global) % 16) throw std::runtime_error("a vector access that is not aligned");
     global[0] += x, global[1] += y, global[2] += z, global[3] += w;
 }
+inline void reduce_add_global(float* global, float x, bool wanted) {
+    if (wanted) *global += x;
+}
 inline void bulk_commit() {
     machine::self->stores.push_back(machine::self->open_stores);
     machine::self->open_stores = std::make_shared<int>(0);

@@ -36,6 +36,7 @@ from magi_flex.mask_plan import MaskPlan
 from tests.cases.reference import dense_attention_with_gradients
 from tests.cases.score_mods import ScoreMod
 from tests.cases.score_programs import traced_score
+from tests.test_ffa_emulated import all_kinds
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
@@ -48,7 +49,7 @@ class Variant:
         mask: "documents" (causal ones, of many lengths), "causal", "scattered" (three intervals a row, some rows
             without keys), "bits" (random pairs).
         dims: of q and k, of v; heads: of q, of k and v; lengths: of q, of k and v.
-        score: "", "softcap" (as a step of the kernels) or "generated".
+        score: "", "softcap" (as a step of the kernels), "generated" or "learned" (with gradients of its captures).
         counted: plans are built on the device, with room to spare.
     """
 
@@ -74,6 +75,8 @@ VARIANTS = {
     "wide_results": Variant("causal", wide_results=True),
     "softcap": Variant("causal", score="softcap"),
     "generated": Variant("documents", score="generated"),
+    "learned": Variant("documents", score="learned"),
+    "learned_wide_heads": Variant("causal", dims=(256, 256), lengths=(70, 150), score="learned"),
     "bits": Variant("bits"),
 }
 
@@ -111,7 +114,7 @@ def run(variant: Variant) -> None:
     q, k, v, d_out = (torch.randn(1, *shape).bfloat16() for shape in shapes)
     on_gpu = mask.cuda()
     plan = MaskPlan.from_dense(on_gpu) if variant.mask == "bits" else MaskPlan(RowIntervals.from_dense(on_gpu))
-    slope = torch.linspace(-0.1, 0.1, heads)
+    slope, captures = torch.linspace(-0.1, 0.1, heads), list[Tensor]()
     score, mod = ScoreProgram(), None
     if variant.score == "softcap":
         score = ScoreProgram(steps=(Softcap(5.0),))
@@ -121,14 +124,28 @@ def run(variant: Variant) -> None:
 
     elif variant.score == "generated":
         score, mod = traced_score(_bias, (slope.cuda(),)), _bias(slope.double())
-    wanted = dense_attention_with_gradients(q, k, v, d_out, None, mask, mod, (), 0.1)
+    elif variant.score == "learned":
+        shapes_of_captures = (
+            (heads,),
+            (heads, 16),
+            (max(q_len, kv_len),),
+            (1, 1, q_len, kv_len),
+            (1, heads, kv_len),
+            (13,),
+        )
+        captures = [torch.rand(shape).double().requires_grad_() for shape in shapes_of_captures]
+        on_device = [x.detach().float().cuda().requires_grad_() for x in captures]
+        score, mod = traced_score(all_kinds, on_device, learned=True), all_kinds(*captures)
+    wanted = dense_attention_with_gradients(q, k, v, d_out, None, mask, mod, captures, 0.1)
     request = AttentionRequest(
         *(x.cuda() for x in (q, k, v)), plan, 0.1, score, variant.deterministic, variant.wide_results
     )
     out = FfaBackend().forward(request)
     found = FfaBackend().backward(request, out.out, out.lse, d_out.cuda(), None)
-    for name, result in {"out": out.out, "dq": found.dq, "dk": found.dk, "dv": found.dv}.items():
-        exact = getattr(wanted, name)
+    results = {"out": out.out, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+    pairs = {name: (x, getattr(wanted, name)) for name, x in results.items()}
+    pairs |= {f"capture {n}": x for n, x in enumerate(zip(found.captures, wanted.captures, strict=False)) if captures}
+    for name, (result, exact) in pairs.items():
         error = float((result.cpu().double() - exact).norm() / exact.norm())
         assert error < 2e-2, f"{name}: relative error {error:.3g}"
 

@@ -15,6 +15,8 @@ template <class C> struct Consumer : Fragment<C> {
     // Where dK and dV leave few registers, dP is issued after the exponentials, P is kept as it is rounded for dV, and
     // dQ is issued once dV is there.  A score mod needs the registers of dP as well.
     static constexpr bool kRounded = C::kHeadDim + C::kVDim > 256 && Score::kCount == 0;
+    // Where its captures get gradients, S and dP are needed at once.
+    static constexpr bool kCaptures = Score::kSums > 0;
     static constexpr bool kLate = kRounded || Score::kCount > 0;
     // dP is added to -delta: no reads and subtractions between dP and the exchange of dS, where the tensor cores have little
     // else to do.  (At head dim 64, with steps of 128 rows, slower.)
@@ -84,8 +86,22 @@ template <class C> struct Consumer : Fragment<C> {
         this->template issue_scores<C::kVDim, kFromDelta>(d_weights, shared.v[kv_stage], shared.d_out[ring.stage]);
     }
 
+    // P in pairs, and dS in d_weights, from S and dP, which are being made.
+    FFA_DEVICE void differentiate(float (&scores)[kScores], float (&d_weights)[kScores], uint32 (&pairs)[kScores / 2],
+                                  int stage, CaptureSums<C, Score>& sums) const {
+        const int masked = shared.step[stage].masked;
+        ptx::wgmma_wait<0>();
+        ptx::fence_registers(scores);
+        ptx::fence_registers(d_weights);
+        this->mark_masked(scores, masked);
+        if (masked) arrive_warp(&shared.mask_empty);
+        Fragment<C>::differentiate(scores, d_weights, stage, sums);
+        this->pack(scores, pairs);
+    }
+
     // One key tile: every step of the item, then dK and dV.
     FFA_DEVICE void run_item(int steps, const Item& item) {
+        CaptureSums<C, Score> sums{params, item, warpgroup * 64 + warp * 16};
         float dk[C::kHeadDim / 2] = {}, dv[C::kVDim / 2] = {};
         for (int remaining = steps; remaining > 0; --remaining, ring.advance()) {
             const int stage = ring.stage;
@@ -95,22 +111,27 @@ template <class C> struct Consumer : Fragment<C> {
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
             ptx::wgmma_fence();
             this->template issue_scores<C::kHeadDim>(scores, shared.k[kv_stage], shared.q[stage]);
-            typename Fragment<C>::RowPairs shift, delta;
-            const int masked = shared.step[stage].masked;
-            this->load_rows(shift, shared.shift[stage]);
-            if constexpr (!kLate) issue_d_weights(d_weights);
-            ptx::wgmma_wait<!kLate>();  // S
-            ptx::fence_registers(scores);
-            this->make_weights(scores, pairs, stage, masked, shift);
-            if constexpr (kLate) issue_d_weights(d_weights);
-            if constexpr (!kFromDelta) this->load_rows(delta, shared.delta[stage]);
-            ptx::wgmma_wait<0>();  // dP
-            ptx::fence_registers(d_weights);
-            if constexpr (kRounded) this->unpack(pairs, scores);
-            if constexpr (kFromDelta) {
-                this->score_gradients(scores, d_weights);
+            if constexpr (kCaptures) {
+                issue_d_weights(d_weights);
+                differentiate(scores, d_weights, pairs, stage, sums);
             } else {
-                this->score_gradients(scores, d_weights, delta);
+                typename Fragment<C>::RowPairs shift, delta;
+                const int masked = shared.step[stage].masked;
+                this->load_rows(shift, shared.shift[stage]);
+                if constexpr (!kLate) issue_d_weights(d_weights);
+                ptx::wgmma_wait<!kLate>();  // S
+                ptx::fence_registers(scores);
+                this->make_weights(scores, pairs, stage, masked, shift);
+                if constexpr (kLate) issue_d_weights(d_weights);
+                if constexpr (!kFromDelta) this->load_rows(delta, shared.delta[stage]);
+                ptx::wgmma_wait<0>();  // dP
+                ptx::fence_registers(d_weights);
+                if constexpr (kRounded) this->unpack(pairs, scores);
+                if constexpr (kFromDelta) {
+                    this->score_gradients(scores, d_weights);
+                } else {
+                    this->score_gradients(scores, d_weights, delta);
+                }
             }
             this->pack(d_weights, ds);
             if constexpr (C::kSumDq) store_ds(ds);
@@ -139,6 +160,7 @@ template <class C> struct Consumer : Fragment<C> {
         }
         ptx::fence_registers(dk);
         ptx::fence_registers(dv);
+        sums.finish_item();
         const Item done = item;  // its slot may be written again once all warps have arrived
         arrive_warp(&shared.kv_empty[kv_stage]);
         this->finish_dk(dk, done);

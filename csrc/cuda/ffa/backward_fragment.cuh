@@ -5,7 +5,7 @@
 // 4 j + 2 h + c is key + 8 h, row + c.
 #pragma once
 
-#include "backward_shared.cuh"
+#include "capture_sums.cuh"
 #include "row_output.cuh"
 
 namespace ffa {
@@ -85,15 +85,16 @@ template <class C> struct Fragment {
         return {word, word};
     }
 
-    FFA_DEVICE void apply_mask(float (&weights)[kScores]) const {
+    // `masked` in the place of what is masked.
+    FFA_DEVICE void apply_mask(float (&weights)[kScores], float masked) const {
         const uint32 low = 1u << (warp % 2 * 16 + lane / 4), high = low << 8;
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
             const uint2 word = mask_words(j);
-            if (!(word.x & low)) weights[4 * j] = 0.0f;
-            if (!(word.y & low)) weights[4 * j + 1] = 0.0f;
-            if (!(word.x & high)) weights[4 * j + 2] = 0.0f;
-            if (!(word.y & high)) weights[4 * j + 3] = 0.0f;
+            if (!(word.x & low)) weights[4 * j] = masked;
+            if (!(word.y & low)) weights[4 * j + 1] = masked;
+            if (!(word.x & high)) weights[4 * j + 2] = masked;
+            if (!(word.y & high)) weights[4 * j + 3] = masked;
         }
     }
 
@@ -168,6 +169,62 @@ template <class C> struct Fragment {
         }
     }
 
+    // Where captures of the score mod get gradients: S of masked pairs becomes a number that products never give.
+    static constexpr uint32 kMasked = 0xffffffffu;
+    FFA_DEVICE void mark_masked(float (&scores)[kScores], int masked) const {
+        if (!masked) return;
+        ptx::mbarrier_wait(&shared.mask_full, masked & 1);
+        apply_mask(scores, __uint_as_float(kMasked));
+    }
+
+    // S, with masked pairs marked, becomes P, dP becomes dS, and the gradients of captures are added up.
+    template <class Mod = Score>
+    FFA_DEVICE void differentiate(float (&scores)[kScores], float (&d_weights)[kScores], int stage,
+                                  CaptureSums<C, Mod>& sums) const {
+        const Step& step = shared.step[stage];
+        const float2* shift = reinterpret_cast<const float2*>(shared.shift[stage]) + lane % 4;
+        const float2* delta = reinterpret_cast<const float2*>(shared.delta[stage]) + lane % 4;
+        const int last_key = step.key_end - 1, last_row = params.q_len - 1;
+        const auto& args = params.score_params;
+        const typename Mod::Head head = Mod::of_head(args, step.batch, step.head);
+        const int first_key = step.key_begin + half * 64 + warp * 16 + lane / 4;
+        const typename Mod::Key keys[2] = {Mod::of_key(args, head, first_key, 0, last_key),
+                                           Mod::of_key(args, head, first_key, 8, last_key)};
+        sums.begin_step(step);
+        StepSums<C, Mod> step_sums{sums, step};
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            const float row_shift[2] = {shift[4 * j].x, shift[4 * j].y}, row_delta[2] = {delta[4 * j].x, delta[4 * j].y};
+            const int row = step.row + lane % 4 * 2;
+            const typename Mod::Row rows[2] = {Mod::of_row(args, head, row, 8 * j, last_row),
+                                               Mod::of_row(args, head, row, 8 * j + 1, last_row)};
+            float values[4][Mod::kSums];
+            typename Mod::Place places[4][Mod::kSums];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& score = scores[4 * j + i];
+                float& d_weight = d_weights[4 * j + i];
+                // Rows without keys, and those behind the last one, have an infinite shift.
+                const bool attended = __float_as_uint(score) != kMasked && row_shift[i % 2] < -ptx::negative_infinity;
+                float weight;
+                const auto gradient = [&](float modified) {
+                    const float exponent = fmaf(modified, params.scale_log2, -row_shift[i % 2]);
+                    weight = attended ? ptx::exp2_approx(exponent) : 0.0f;
+                    return weight * (d_weight - row_delta[i % 2]);
+                };
+                const float d_score = Mod::differentiate(score * params.score_scale, args, head, rows[i % 2],
+                                                         keys[i / 2], gradient, values[i], places[i]);
+                score = weight;
+                d_weight = attended ? d_score : 0.0f;
+#pragma unroll
+                for (int n = 0; n < Mod::kSums; ++n) {
+                    if (!attended) values[i][n] = 0.0f;
+                }
+            }
+            step_sums.add(j, values, places);
+        }
+    }
+
     // S becomes P (times the derivative of the score mod, if there is one), masked; pairs are P.
     FFA_DEVICE void make_weights(float (&scores)[kScores], uint32 (&pairs)[kScores / 2], int stage, int masked,
                                  const RowPairs& shift) const {
@@ -175,7 +232,7 @@ template <class C> struct Fragment {
             exponentiate(scores, shift);
             if (masked) {
                 ptx::mbarrier_wait(&shared.mask_full, masked & 1);
-                apply_mask(scores);
+                apply_mask(scores, 0.0f);
                 arrive_warp(&shared.mask_empty);
             }
             pack(scores, pairs);

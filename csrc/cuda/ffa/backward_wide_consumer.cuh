@@ -1,7 +1,8 @@
 // The consumer warpgroups of the attention backward for wide heads, whose dK and dV of 64 keys fill the registers of two
 // warpgroups: the first one has S^T, P^T and dV, the second one dP^T, dS^T and dK.  P (float32, times the derivative of
 // the score mod) goes from a thread of the first to the one of the second that holds the same elements, through shared
-// memory; both gradients take P^T and dS^T from registers.
+// memory; both gradients take P^T and dS^T from registers.  Where captures of the score mod get gradients, S goes over
+// instead, and the second one makes P^T of it as well.
 #pragma once
 
 #include "backward_fragment.cuh"
@@ -10,6 +11,8 @@ namespace ffa {
 
 template <class C> struct WideConsumer : Fragment<C> {
     using Fragment<C>::kScores, Fragment<C>::params, Fragment<C>::shared;
+
+    static constexpr bool kCaptures = Score::kSums > 0;
 
     const int thread = threadIdx.x % 128;
     Ring<C::kStages> ring;
@@ -47,8 +50,13 @@ template <class C> struct WideConsumer : Fragment<C> {
             uint32 pairs[kScores / 2];
             typename Fragment<C>::RowPairs shift;
             this->load_rows(shift, shared.shift[stage]);
-            this->make_weights(scores, pairs, stage, shared.step[stage].masked, shift);
-            hand_on(scores);
+            const int masked = shared.step[stage].masked;
+            if constexpr (kCaptures) {
+                this->mark_masked(scores, masked);
+                hand_on(scores);
+            }
+            this->make_weights(scores, pairs, stage, masked, shift);
+            if constexpr (!kCaptures) hand_on(scores);
             arrive_warp(&shared.q_empty[stage]);
             ptx::mbarrier_wait(&shared.d_out_full[stage], ring.phase);
             ptx::wgmma_fence();
@@ -83,8 +91,20 @@ template <class C> struct WideConsumer : Fragment<C> {
         exchange.advance();
     }
 
+    // S as the first warpgroup had it.
+    FFA_DEVICE void take_scores(float (&scores)[kScores]) {
+        ptx::mbarrier_wait(&shared.weights_full[exchange.stage], exchange.phase);
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+            reinterpret_cast<float4*>(scores)[j] = shared.weights[exchange.stage][j][thread];
+        }
+        arrive_warp(&shared.weights_empty[exchange.stage]);
+        exchange.advance();
+    }
+
     // Second warpgroup.
     FFA_DEVICE void run_keys(int steps, const Item& item) {
+        CaptureSums<C, Score> sums{params, item, this->warp * 16};
         float dk[C::kHeadDim / 2] = {};
         uint32 pairs[kScores / 2];
         for (int remaining = steps; remaining > 0; --remaining) {
@@ -97,7 +117,14 @@ template <class C> struct WideConsumer : Fragment<C> {
             if (remaining < steps) arrive_warp(&shared.q_empty[stage ^ 1]);
             ptx::wgmma_wait<0>();
             ptx::fence_registers(d_weights);
-            take_weights(d_weights, stage);
+            if constexpr (kCaptures) {
+                alignas(16) float scores[kScores];
+                take_scores(scores);
+                ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);  // with it come the rows' shifts
+                this->differentiate(scores, d_weights, stage, sums);
+            } else {
+                take_weights(d_weights, stage);
+            }
             arrive_warp(&shared.d_out_empty[stage]);
             this->pack(d_weights, pairs);
             ptx::mbarrier_wait(&shared.q_full[stage], ring.phase);
@@ -108,6 +135,7 @@ template <class C> struct WideConsumer : Fragment<C> {
         ptx::wgmma_wait<0>();
         ptx::fence_registers(dk);
         if (steps > 0) arrive_warp(&shared.q_empty[ring.stage ^ 1]);
+        sums.finish_item();
         const Item done = item;
         arrive_warp(&shared.kv_empty[0]);
         this->finish_dk(dk, done);

@@ -126,6 +126,12 @@ FFA_DEVICE void reduce_add_global_v4(float* global, float x, float y, float z, f
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
+// *global += x if it is wanted, without a branch.
+FFA_DEVICE void reduce_add_global(float* global, float x, bool wanted) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.f32 [%0], %1;\n}" ::"l"(global),
+                 "f"(x), "r"(static_cast<int>(wanted))
+                 : "memory");
+}
 FFA_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's committed stores still read their shared memory.
 template <int kPending> FFA_DEVICE void bulk_wait_read() {

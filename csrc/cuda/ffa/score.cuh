@@ -9,6 +9,9 @@
 
 #include "ptx.cuh"
 
+// What the place depends on where a gradient of something that a mod captures is summed, see capture_sums.cuh.
+enum class SumKind { head, row, key, distance, pair };
+
 enum class ScoreStep { none, multiply, softcap, distance, absolute_distance, bias_f32, bias_bf16, bias_fp16 };
 
 // What a step reads.  The index of a table's element is the sum of strides times batch entry, head, row and key.
@@ -65,6 +68,7 @@ FFA_DEVICE float apply_score_step(float score, const ScoreStepParams& step, cons
 template <ScoreStep... kSteps> struct ScoreSteps {
     static constexpr int kCount = ((kSteps != ScoreStep::none) + ...);
     static constexpr bool kSlopes = ((kSteps == ScoreStep::softcap) || ...);  // the derivative depends on the score
+    static constexpr int kSums = 0;  // gradients of captures
     struct Params {
         ScoreStepParams steps[sizeof...(kSteps)];
     };
