@@ -112,6 +112,13 @@ CASES: dict[str, tuple[Callable[..., ScoreMod], tuple[Tensor, ...]]] = {
         lambda s, b, h, q, k: s**2 + s**3 + (s.abs() + 1) ** 0.5 + (s.abs() + 1) ** -1.7 + (1 + s * s) ** -1
     ),
     "low_precision": _mod(lambda s, b, h, q, k: s + (q * 0.1).to(torch.bfloat16) * (k * 0.3).to(torch.float16)),
+    # A number that is compared with a 16-bit float, or is one, is rounded first.
+    "low_precision_numbers": (
+        lambda t: lambda s, b, h, q, k: (
+            s + (t[k] == 0.1) + 2.0 * (t[q] >= 0.3) + 4.0 * (0.7 < t[k]) + torch.where(k < 5, 0.1, t[k])
+        ),
+        (torch.tensor([0.1, 0.3, 0.7, 0.2] * 8, dtype=torch.bfloat16),),
+    ),
     "hard": _mod(lambda s, b, h, q, k: torch.where((k <= q) & ((q - k < 9) | (k < 2)), s, -float("inf"))),
     "not_of_the_score": _mod(lambda s, b, h, q, k: (q - k).float() * 0.1 + h),
     "out_of_bounds": (lambda t: lambda s, b, h, q, k: s + t[q - k - 4], (_table(9),)),

@@ -45,7 +45,7 @@ def number(x: bool | int | float, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
         least = x == -(1 << 63)  # has no literal
         return "(-9223372036854775807ll - 1)" if least else f"static_cast<{kind}>({int(x)}ll)"
-    value = torch.tensor(x, dtype=wide(dtype)).item()
+    value = torch.tensor(x, dtype=dtype).item()
     if math.isnan(value):
         return f"static_cast<{kind}>(not_a_number())"
     if math.isinf(value):
@@ -184,6 +184,10 @@ RULES["aten::clamp_max"] = lambda call: _bounded(call, None, call.arg(1, "max"))
 # ---- comparisons and logic ------------------------------------------------------------------------------------------
 
 
+def _comparison(sign: str) -> Rule:
+    return lambda call: (f" {sign} ".join(call.compared()), torch.bool)
+
+
 def _infix(sign: str, operands: Callable[[Call], torch.dtype], result: torch.dtype | None = None) -> Rule:
     def rule(call: Call) -> tuple[str, torch.dtype]:
         dtype = operands(call)
@@ -193,7 +197,7 @@ def _infix(sign: str, operands: Callable[[Call], torch.dtype], result: torch.dty
 
 
 for _name, _sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
-    RULES[f"aten::{_name}"] = _infix(_sign, lambda call: call.common(), torch.bool)
+    RULES[f"aten::{_name}"] = _comparison(_sign)
 for _name, _sign in {"and": "&", "or": "|", "xor": "^"}.items():
     RULES[f"aten::logical_{_name}"] = _infix(_sign, lambda call: torch.bool, torch.bool)
     RULES[f"aten::bitwise_{_name}"] = RULES[f"aten::__{_name}__"] = _infix(_sign, lambda call: call.dtype)

@@ -74,9 +74,19 @@ class Call:
             return value.meta
         return value
 
-    def common(self) -> torch.dtype:
-        """What operands are compared in."""
-        return wide(torch.result_type(self.args[0].meta, self.args[1].meta))
+    def compared(self) -> tuple[str, str]:
+        """The first two operands in what they are compared in; of 16-bit floats, numbers and others are rounded first,
+        as torch does it."""
+        first, second = self.args[:2]
+        dtype = torch.result_type(first.meta, second.meta)
+        if dtype == torch.bool:
+            dtype = torch.int32
+        return self._as_compared(first, dtype), self._as_compared(second, dtype)
+
+    def _as_compared(self, x: Value, dtype: torch.dtype) -> str:
+        if dtype in LOW_DTYPES and not (isinstance(x.meta, Tensor) and x.meta.dtype == dtype):
+            x = Value(self.cast(x, dtype), torch.empty((), dtype=dtype, device="meta"), x.axes)
+        return self.cast(x, wide(dtype))
 
 
 Rule = Callable[[Call], tuple[str, torch.dtype]]  # the expression, and its dtype

@@ -47,7 +47,8 @@ def cast(x: Value, dtype: torch.dtype) -> str:
     if x.constant:
         if dtype == torch.bool:
             return literal(bool(x.meta))
-        return literal(float(x.meta) if dtype.is_floating_point else int(x.meta))
+        # Rounded first, as torch does it: a number that is compared with a float16 is one.
+        return literal(torch.tensor(x.meta, dtype=dtype).item() if dtype.is_floating_point else int(x.meta))
     if not isinstance(x.meta, Tensor):
         return f"tl.cast({x.code}, {triton_dtype(dtype)})"
     if x.meta.dtype == dtype:
@@ -93,12 +94,16 @@ def _mul(call: Call) -> tuple[str, torch.dtype]:
     return f"{call.operand(0)} {sign} {call.operand(1)}", wide(call.dtype)
 
 
+def _exact_quotient(a: str, b: str, dtype: torch.dtype) -> str:
+    return f"tl.div_rn({a}, {b})" if dtype == torch.float32 else f"{a} / {b}"
+
+
 def _quotient(call: Call, mode: str | None) -> tuple[str, torch.dtype]:
     a, b, dtype = call.operand(0), call.operand(1), wide(call.dtype)
     if dtype.is_floating_point:
         if mode == "floor":
             return f"floor_divide_float({a}, {b})", dtype
-        code = f"tl.div_rn({a}, {b})" if dtype == torch.float32 else f"{a} / {b}"
+        code = _exact_quotient(a, b, dtype)
         return (f"trunc({code})" if mode == "trunc" else code), dtype
     return (f"floor_divide_int({a}, {b})" if mode == "floor" else f"{a} // {b}"), dtype
 
@@ -171,13 +176,7 @@ def _bounded(call: Call, low: Value | None, high: Value | None) -> tuple[str, to
 
 
 def _comparison(sign: str) -> Rule:
-    def rule(call: Call) -> tuple[str, torch.dtype]:
-        common = call.common()
-        if common == torch.bool:
-            common = torch.int32
-        return f"{cast(call.args[0], common)} {sign} {cast(call.args[1], common)}", torch.bool
-
-    return rule
+    return lambda call: (f" {sign} ".join(call.compared()), torch.bool)
 
 
 for _name, _sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
@@ -265,8 +264,19 @@ def _rounding(form: str) -> Rule:
     return rule
 
 
-for _name, _form in {"floor": "tl.floor", "ceil": "tl.ceil", "trunc": "trunc", "round": "round_even"}.items():
+for _name, _form in {"floor": "tl.floor", "ceil": "tl.ceil", "trunc": "trunc"}.items():
     RULES[f"aten::{_name}"] = _rounding(_form + "({x})")
+
+
+@_rule("round")
+def _round(call: Call) -> tuple[str, torch.dtype]:
+    decimals, dtype = int(call.number(1, "decimals", 0)), wide(call.dtype)
+    if decimals == 0 or not dtype.is_floating_point:
+        return _rounding("round_even({x})")(call)
+    x, power = call.operand(0), f"tl.full([1, 1], {10.0 ** abs(decimals)}, {triton_dtype(dtype)})"
+    if decimals > 0:
+        return _exact_quotient(f"round_even({x} * {power})", power, dtype), dtype
+    return f"round_even({_exact_quotient(x, power, dtype)}) * {power}", dtype
 
 
 @_rule("sign", "sgn")

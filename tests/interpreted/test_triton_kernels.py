@@ -274,6 +274,8 @@ FUNCTIONS: dict[str, ScoreMod] = {
         + 0.1 * torch.div(k - q, 4, rounding_mode="trunc")
         + ((k - 9) / 3).floor() * 0.1
         + ((q - 7) / 2).round() * 0.1
+        + torch.round(0.123 * (q - k), decimals=1)
+        + torch.round(1.7 * k, decimals=-1) * 0.1
         + 0.1 * torch.remainder(0.7 * (k - q), 2.5)
     ),
     "bits": lambda s, b, h, q, k: torch.where(((q ^ k) & 3 == 0) | ~(k > 7), s, s * 0.5 + ((q << 2) >> 1) * 0.01),
@@ -289,6 +291,9 @@ FUNCTIONS: dict[str, ScoreMod] = {
     ),
     "logic": lambda s, b, h, q, k: torch.where(
         torch.logical_and(q > k, k != 3).logical_not() | (h == 1), s.masked_fill(k == q, 0.25), s - 1
+    ),
+    "low_precision": lambda s, b, h, q, k: (  # a number that is compared with a bfloat16 is rounded first
+        s + (((q % 4) * 0.1).to(torch.bfloat16) == 0.1) * 0.5 + (0.7 < (k * 0.1).to(torch.bfloat16)) * 0.25
     ),
     "casts": lambda s, b, h, q, k: s + (s.to(torch.int32).to(torch.float32) + (q > k).float() + s.sign()) * 0.1,
 }
