@@ -45,9 +45,10 @@ class CallMods:
     def plan(self) -> MaskPlan:
         return self._found.mask.plan
 
-    def correct(self) -> bool:
-        """Waits until the plan is certain, see :class:`HandledMask`."""
-        return not self._found.is_certain and self._found.correct(self._find)
+    def correct(self) -> None:
+        """Waits until the plan is certain, which may be another one then, see :class:`HandledMask`."""
+        if not self._found.is_certain:
+            self._found.correct(self._find)
 
     def score(self) -> ScoreProgram:
         tensors, ints, _, score, sizes, device = self._given

@@ -327,9 +327,10 @@ def attention(
     host asks when there is work for the device meanwhile."""
     spec = CallSpec.from_json(call)
     mods = CallMods(q, k, plan, tensors, ints, mask, spec.score)
-    settings = (mods.score(), scale, *spec.forward_settings)
-    result = run_forward(q, k, v, mods.plan, *settings)
-    return run_forward(q, k, v, mods.plan, *settings) if mods.correct() else result
+    settings, used = (mods.score(), scale, *spec.forward_settings), mods.plan
+    result = run_forward(q, k, v, used, *settings)
+    mods.correct()
+    return result if mods.plan is used else run_forward(q, k, v, mods.plan, *settings)
 
 
 @torch.library.impl(_library, "sharded_attention", "CompositeExplicitAutograd")

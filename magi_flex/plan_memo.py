@@ -48,16 +48,15 @@ class HandledMask:
     def is_certain(self) -> bool:
         return self.verdict is None
 
-    def correct(self, build: Callable[[], BuiltMask]) -> bool:
-        """Waits for the verdict; whether it was another plan until now.  From then on it is the right one.
+    def correct(self, build: Callable[[], BuiltMask]) -> None:
+        """Waits for the verdict; the plan is the right one from then on.
 
         It becomes certain last: if waiting or building fails, whoever comes next asks again.
         """
-        differs = self.verdict is not None and not self.verdict()
-        if differs:
+        verdict = self.verdict
+        if verdict is not None and not verdict():
             self.mask = build()
         self.verdict = None
-        return differs
 
 
 class _HandleMemory(bytearray):
@@ -70,9 +69,18 @@ _MOST_BYTES = 1 << 26  # of tensors that copies are kept of
 _LOOKED_AT = 4  # entries, of which the dead are dropped, at each new one: more than come, and not all of them each time
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # those that are looked at next come first
 _handles: WeakValueDictionary[int, _HandleMemory] = WeakValueDictionary()
-# Counted from a random number, so that keys of different processes (a cached or pickled graph's tensors) do not meet.
-_keys = itertools.count(int.from_bytes(os.urandom(8), sys.byteorder) >> 2)
 _lock = threading.Lock()
+
+
+def _count_keys() -> None:
+    """From a random number, so that keys of different processes (a cached or pickled graph's tensors) do not meet."""
+    global _keys
+    _keys = itertools.count(int.from_bytes(os.urandom(8), sys.byteorder) >> 2)
+
+
+_keys: itertools.count[int]
+_count_keys()
+os.register_at_fork(after_in_child=_count_keys)
 
 
 def new_handle(plan: HandledMask) -> Tensor:

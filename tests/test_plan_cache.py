@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import threading
 import weakref
@@ -212,5 +213,45 @@ def test_a_plan_is_certain_only_when_it_is_the_right_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         handled.correct(build)
     assert not handled.is_certain and handled.mask is stale
-    assert handled.correct(build) and handled.is_certain and handled.mask is right
-    assert not handled.correct(build)
+    handled.correct(build)
+    assert handled.is_certain and handled.mask is right and not answers
+    handled.correct(build)
+
+
+def test_a_plan_that_another_thread_corrects_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale, right = (op_specs.BuiltMask(MaskPlan(RowIntervals.full(4, 4))) for _ in range(2))
+    handled = plan_memo.HandledMask("any", stale, lambda: False)
+    ran = []
+
+    class Mods:
+        plan = property(lambda self: handled.mask.plan)
+
+        def score(self) -> None:
+            pass
+
+        def correct(self) -> None:
+            if not handled.is_certain:
+                handled.correct(lambda: right)
+
+    def run_forward(q: None, k: None, v: None, plan: MaskPlan, *settings: object) -> MaskPlan:
+        ran.append(plan)
+        Mods().correct()  # the other thread
+        return plan
+
+    spec = SimpleNamespace(score=ScoreSpec(), forward_settings=())
+    monkeypatch.setattr(ops, "CallSpec", SimpleNamespace(from_json=lambda call: spec))
+    monkeypatch.setattr(ops, "CallMods", lambda *args: Mods())
+    monkeypatch.setattr(ops, "run_forward", run_forward)
+    assert ops.attention(None, None, None, None, [], [], "", "", 1.0) is right.plan
+    assert ran == [stale.plan, right.plan]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_keys_of_a_forked_process_are_its_own() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, next(plan_memo._keys).to_bytes(8, "little"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert abs(int.from_bytes(os.read(read, 8), "little") - next(plan_memo._keys)) > 1 << 20
