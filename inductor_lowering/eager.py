@@ -162,7 +162,7 @@ def _sizes(call: HopCall) -> Sizes:
 def _shared_mask(call: HopCall, inputs: MaskInputs) -> BuiltMask:
     """The mask's plan, one for all layers of a model that use the mask."""
     mask, tensors, ints = inputs
-    return mask.shared(tensors, ints, *_sizes(call), call.q.device)
+    return mask.shared(tensors, ints, _sizes(call), call.q.device)
 
 
 def _key_of_plan(lse: Tensor, mask: MaskSpec, call: HopCall) -> Hashable:

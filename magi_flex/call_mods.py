@@ -39,7 +39,7 @@ class CallMods:
     def _find(self) -> BuiltMask:
         tensors, ints, mask, score, sizes, device = self._given
         of_mask, _ = split_last(score.order, tensors, ints)
-        return MaskSpec.from_json(mask).shared(*of_mask, *sizes, device)
+        return MaskSpec.from_json(mask).shared(*of_mask, sizes, device)
 
     @property
     def plan(self) -> MaskPlan:

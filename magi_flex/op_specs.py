@@ -144,34 +144,18 @@ class MaskSpec:
             built = self._build(tensors, ints, (batch, heads, q_len, kv_len), device)
             return built if device.type == "cpu" else replace(built, plan=built.plan.with_outline())
 
-    def shared(
-        self,
-        tensors: Sequence[Tensor],
-        ints: Sequence[int],
-        batch: int,
-        heads: int,
-        q_len: int,
-        kv_len: int,
-        device: torch.device,
-    ) -> BuiltMask:
+    def shared(self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device) -> BuiltMask:
         """As :meth:`build`; one for all calls on a stream, while the first tensor lives and all hold what they held.
 
         Another stream would not wait for the plan to be filled, nor the memory's next owner for what reads it there.
         """
-        return plan_memo.shared(*self._to_share(tensors, ints, (batch, heads, q_len, kv_len), device))
+        return plan_memo.shared(*self._to_share(tensors, ints, sizes, device))
 
     def expected(
-        self,
-        tensors: Sequence[Tensor],
-        ints: Sequence[int],
-        batch: int,
-        heads: int,
-        q_len: int,
-        kv_len: int,
-        device: torch.device,
+        self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device
     ) -> tuple[BuiltMask, Verdict | None]:
         """As :meth:`shared`, without waiting for a GPU, and what will say whether it is right (None: it is)."""
-        return plan_memo.expected(*self._to_share(tensors, ints, (batch, heads, q_len, kv_len), device))
+        return plan_memo.expected(*self._to_share(tensors, ints, sizes, device))
 
     def _to_share(
         self, tensors: Sequence[Tensor], ints: Sequence[int], sizes: Sizes, device: torch.device

@@ -106,7 +106,7 @@ def plan_handle(
     A mask that is the same as in an earlier call is not planned again.
     """
     sizes = (batch, heads, q_len, kv_len)
-    mask, verdict = MaskSpec.from_json(spec).expected(tensors, ints, *sizes, device)
+    mask, verdict = MaskSpec.from_json(spec).expected(tensors, ints, sizes, device)
     return plan_memo.new_handle(HandledMask((spec, *sizes, stream_of(device)), mask, verdict))
 
 

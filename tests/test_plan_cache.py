@@ -136,7 +136,7 @@ def test_streams_do_not_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     second_plan = plan()
     assert second_plan is not first_plan and plan() is second_plan
     stream = 1
-    assert plan() is spec.shared(captures, [], 1, 1, 5, 5, q.device).plan is first_plan
+    assert plan() is spec.shared(captures, [], (1, 1, 5, 5), q.device).plan is first_plan
 
 
 def test_nothing_is_kept_where_a_graph_owns_the_memory() -> None:
